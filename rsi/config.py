@@ -1,0 +1,322 @@
+"""Every setting, its preset values, and the command line. Does not import torch.
+
+A field's docstring is its help text. Batch-like numbers are global: attempts, tasks or tokens of one
+optimizer step, whatever the number of processes.
+"""
+
+import contextlib
+import dataclasses
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+SUITES = ("core", "hard", "long", "swr")
+
+
+class UserError(ValueError):
+    """A mistake of the user's: printed as one line, exit code 2."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The embedded model (Qwen3 architecture), built and pretrained here."""
+
+    vocab_size: int = 1024
+    """Upper bound on the byte-level BPE's size."""
+    hidden_size: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 384
+
+
+@dataclass(frozen=True)
+class Pretrain:
+    """Base stage: learn to act, by habit often wrongly, from synthetic transcripts."""
+
+    steps: int = 400
+    batch: int = 64
+    """Transcripts a step."""
+    muon_lr: float = 0.02
+    """For the block matrices."""
+    adamw_lr: float = 3e-3
+    """For embeddings and norms."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """How attempts are made."""
+
+    slots: int = 128
+    """Attempts that sample together."""
+    workers: int = 8
+    """Threads that drive sandboxes."""
+    max_length: int = 640
+    """Tokens of one attempt, prompt included."""
+    max_turns: int = 12
+    max_turn_tokens: int = 48
+    temperature: float = 1.0
+    """Of discovery, training and sampled evaluation alike."""
+    command_timeout: float = 10.0
+    """Seconds one command may take."""
+    prompt_style: Literal["brief", "full"] = "brief"
+    """Whether the system prompt names the harness's protocol or explains it."""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """The evaluation at the end of every stage."""
+
+    tasks: int = 60
+    """Tasks a suite."""
+    greedy: bool = True
+    """Evaluate greedily beside sampling."""
+
+
+@dataclass(frozen=True)
+class Rsr:
+    """Recursive self-rewrite: discover, write runbooks, re-execute, screen, train the actor."""
+
+    tasks: int = 60
+    """Training tasks a suite for discovery."""
+    samples: int = 1
+    """Attempts a task in each discovery harness."""
+    harnesses: tuple[str, ...] = ("terminus", "bash", "rsrt")
+    runbooks: int = 1
+    """Runbooks a solved task."""
+    executions: int = 2
+    """Re-executions of a runbook in the target harness."""
+    keep: int = 2
+    """Kept attempts a task, at most."""
+    epochs: int = 2
+    """Over the kept attempts."""
+    batch: int = 64
+    """Attempts an optimizer step."""
+    lr: float = 4e-4
+
+
+@dataclass(frozen=True)
+class Rpr:
+    """Recursive policy refinement: PPO with a critic."""
+
+    warmup_batch: int = 64
+    """Attempts a critic warm-up step; the warm-up is one epoch over the swr training tasks."""
+    calibration_steps: int = 4
+    """Critic-only steps before the actor moves."""
+    steps: tuple[int, ...] = (28, 28)
+    """Joint steps of rpr1, rpr2, …; the last entry holds for longer recursions."""
+    attempts: int = 128
+    """Attempts a step, one a task."""
+    minibatches: int = 2
+    epochs: int = 1
+    """Passes over a step's attempts; updates a step = epochs × minibatches."""
+    actor_lr: float = 3e-4
+    """Of rpr1."""
+    actor_lr_later: float = 6e-5
+    """Of rpr2 and later: five times lower, as published."""
+    critic_lr: float = 1e-3
+    gamma: float = 0.99
+    """Discount across a turn boundary."""
+    lam: float = 0.95
+    """Trace decay across a turn boundary."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    value_clip: float = 0.2
+    dual_clip: float | None = None
+    """Bound (> 1) on the loss of a negative advantage; none: no bound."""
+    kl_coefficient: float = 0.0
+    """Of a KL penalty to the stage's first actor."""
+    entropy_coefficient: float = 0.0
+    importance_cap: float | None = None
+    """Cap of token-level importance weights trainer/sampler; none: no weights."""
+    whiten: bool = False
+    """Whiten advantages over the step's action tokens."""
+    max_grad_norm: float = 1.0
+    fdr_cap: float = 1.0
+    spr_failure: float = 0.5
+    """c of the success-prioritised reward: a failure earns c·min(FDR, 1) < 1."""
+    spr_bonus: float = 0.0
+    fdr_branch: bool = False
+    """Run rpr2 with the FDR reward too, as stage rpr2-fdr beside the kept SPR branch."""
+    control: Literal["none", "zero_advantages", "shuffled_rewards"] = "none"
+    """A control experiment: advantages set to 0, or rewards shuffled among a step's attempts."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Terminal-RSI: base → rsr1 → rpr1 → rsr2 → rpr2."""
+
+    stage: str = "all"
+    """Stage to end with (the missing ones before it run first), or "all"."""
+    preset: str = "tiny"
+    """Default values: "tiny" (the embedded model, minutes on two cores) or "smoke" (seconds, no claim)."""
+    seed: int = 0
+    rounds: int = 2
+    """How often rsr and rpr alternate."""
+    runs: Path = Path("runs")
+    """Folder of the run folders."""
+    name: str = ""
+    """The run's name; by default preset and seed."""
+    tasks: Path | None = None
+    """Folder of your own tasks, {train,eval}/{core,hard,long,swr}/*/task.toml; default: built-in ones."""
+    train_tasks: int = 640
+    """Built-in training tasks a suite."""
+    sandbox: Literal["local", "docker", "auto"] = "local"
+    """Where commands run and verifiers judge."""
+    threads: int = 2
+    """CPU threads of the trainer."""
+    micro_batch_tokens: int = 16384
+    """Padded tokens of one forward and backward pass."""
+    dry_run: bool = False
+    """Print the plan and stop."""
+    model: ModelShape = field(default_factory=ModelShape)
+    pretrain: Pretrain = field(default_factory=Pretrain)
+    rollout: Rollout = field(default_factory=Rollout)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    rsr: Rsr = field(default_factory=Rsr)
+    rpr: Rpr = field(default_factory=Rpr)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.runs / (self.name or f"{self.preset}-{self.seed}")
+
+
+def tiny() -> Config:
+    """The embedded default: all five stages in minutes on two CPU cores."""
+    return Config()
+
+
+def smoke() -> Config:
+    """All five stages in under a minute: every part runs, nothing is claimed to be learnt."""
+    return Config(
+        preset="smoke",
+        train_tasks=16,
+        model=ModelShape(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=192),
+        pretrain=Pretrain(steps=60, batch=32),
+        rollout=Rollout(slots=32),
+        evaluate=Evaluate(tasks=6),
+        rsr=Rsr(tasks=6, executions=1),
+        rpr=Rpr(warmup_batch=8, calibration_steps=4, steps=(2, 2), attempts=16),
+    )
+
+
+PRESETS: dict[str, Callable[[], Config]] = {"tiny": tiny, "smoke": smoke}
+
+# What may differ between two invocations on one run folder: where to stop, not what is computed.
+FREE = ("stage", "dry_run", "runs", "name")
+
+
+def parse(arguments: Sequence[str], program: str = "rsi.train") -> Config:
+    """The configuration that `arguments` ask for; a wrong one ends in one line and exit code 2."""
+    preset = preset_name(arguments)
+    if preset not in PRESETS:
+        raise UserError(f"--preset {preset!r} is unknown: choose one of {', '.join(PRESETS)}")
+    # Under torchrun every rank parses; one of them speaks.
+    speaks = os.environ.get("RANK", "0") == "0"
+    help_asked = any(argument in ("-h", "--help") for argument in arguments)
+    screen = io.StringIO()
+    try:
+        with contextlib.nullcontext() if help_asked else contextlib.redirect_stderr(screen):
+            config = tyro.cli(
+                Config,
+                default=PRESETS[preset](),
+                args=list(arguments),
+                prog=program,
+                console_outputs=speaks,
+                config=(tyro.conf.FlagConversionOff,),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise UserError(one_line(screen.getvalue(), program)) from None
+    validate(config)
+    return config
+
+
+def preset_name(arguments: Sequence[str]) -> str:
+    """The value of `--preset`, read ahead because it decides every default."""
+    for position, argument in enumerate(arguments):
+        if argument.startswith("--preset="):
+            return argument.removeprefix("--preset=")
+        if argument == "--preset":
+            return arguments[position + 1] if position + 1 < len(arguments) else ""
+    return "tiny"
+
+
+def one_line(text: str, program: str) -> str:
+    """tyro's framed message as one line of words."""
+    rows = (row.strip("│╭╰╮╯─ \t") for row in text.splitlines())
+    words = " ".join(row for row in rows if row and not set(row) <= {"─"})
+    words = words.removeprefix("Parsing error").removeprefix("Unrecognized options").strip(" ─")
+    return f"{words or 'the command line cannot be read'}".split(" For full helptext")[0] + f" (see {program} --help)"
+
+
+def validate(config: Config) -> None:
+    """Refuse values that cannot work, naming field, value and what would be right."""
+    from rsi.stages import stage_names
+
+    names = stage_names(config)
+    problems = {
+        f"--stage {config.stage!r}: choose one of all, {', '.join(names)}": config.stage not in ("all", *names),
+        f"--rounds {config.rounds}: must be at least 1": config.rounds < 1,
+        f"--rpr.steps {config.rpr.steps}: needs at least one entry": not config.rpr.steps,
+        f"--rpr.spr-failure {config.rpr.spr_failure}: must be in [0, 1)": not 0 <= config.rpr.spr_failure < 1,
+        f"--rpr.spr-bonus {config.rpr.spr_bonus}: must not be negative": config.rpr.spr_bonus < 0,
+        f"--rollout.temperature {config.rollout.temperature}: must be above 0": config.rollout.temperature <= 0,
+        f"--rsr.harnesses {config.rsr.harnesses}: must name terminus, bash or rsrt": (
+            not config.rsr.harnesses or not set(config.rsr.harnesses) <= {"terminus", "bash", "rsrt"}
+        ),
+        f"--tasks {config.tasks}: no such folder": config.tasks is not None and not config.tasks.is_dir(),
+    }
+    for group in (config, config.model, config.pretrain, config.rollout, config.evaluate, config.rsr, config.rpr):
+        for entry in dataclasses.fields(group):
+            value = getattr(group, entry.name)
+            counts = entry.type is int and entry.name not in ("seed", "steps", "calibration_steps")
+            problems[f"--{entry.name.replace('_', '-')} {value}: must be at least 1"] = counts and value < 1
+    for problem, holds in problems.items():
+        if holds:
+            raise UserError(problem)
+
+
+def to_record(config: Config) -> dict[str, object]:
+    """The configuration as plain JSON types."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: plain(entry) for key, entry in value.items()}
+        if isinstance(value, (tuple, list)):
+            return [plain(entry) for entry in value]
+        return str(value) if isinstance(value, Path) else value
+
+    record = plain(dataclasses.asdict(config))
+    assert isinstance(record, dict)
+    return record
+
+
+def differences(old: dict[str, object], new: dict[str, object], prefix: str = "") -> list[str]:
+    """The keys (dotted, with both values) in which two records differ, `FREE` ones apart."""
+    found: list[str] = []
+    for key in sorted({*old, *new}):
+        if not prefix and key in FREE:
+            continue
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            found.append(f"{prefix}{key} ({before} → {after})")
+    return found
+
+
+def fail(problem: UserError) -> None:
+    """Print the one line and leave with exit code 2; only the first rank speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"rsi: error: {problem}", file=sys.stderr, flush=True)
+    raise SystemExit(2)

@@ -1,0 +1,141 @@
+"""How good an actor is: the same tasks and seeds at every stage, no runbook, no feedback.
+
+`python -m rsi.evaluate runs/NAME` measures the finished stages of a run on a second task set that no
+training decision has seen.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rsi_sandbox import Task
+
+from rsi.chat import Chat
+from rsi.config import SUITES
+from rsi.harness import get_harness
+from rsi.model import Transformer
+from rsi.rollout import Engine, Job, collect
+from rsi.session import Pool, Session, seed_of
+from rsi.trajectory import Trajectory
+
+TARGET = "terminus"
+RETRIES = 2
+MAX_INFRA_SHARE = 0.02
+Z95 = 1.959964
+
+
+def evaluate(session: Session, stage: str, source: str, actor: Transformer, chat: Chat, folder: Path) -> dict[str, Any]:
+    """The `evaluation` object of `stages.json`; the outcome of every task goes to `folder`.
+
+    `source` is the stage that the difference is taken to ("" for none).
+    """
+    before = json.loads((session.run.path(source) / "evaluation.json").read_text()) if source else None
+    with session.log.progress(f"{stage} evaluation") as report:
+        engine = session.engine(actor, chat, report)
+        outcomes = attempt_all(
+            engine, session.evaluation, session.attempts(stage, "evaluation"), session.config.evaluate.greedy
+        )
+    (folder / "evaluation.json").write_text(json.dumps(outcomes), encoding="utf-8")
+    return summarise(outcomes, before)
+
+
+def attempt_all(engine: Engine, pool: Pool, path: Path, greedy: bool) -> dict[str, dict[str, list[float]]]:
+    """Per suite: `strict`, `process` and `greedy` of every task, in the pool's order."""
+    tasks = [task for suite in SUITES for task in pool[suite]]
+    sampled = attempt_each(engine, tasks, path, None)
+    best = attempt_each(engine, tasks, path.with_stem(path.stem + "-greedy"), 0.0) if greedy else None
+    outcomes, start = {}, 0
+    for suite in SUITES:
+        part = slice(start, start + len(pool[suite]))
+        start = part.stop
+        outcomes[suite] = {
+            "strict": [float(record.strict) for record in sampled[part]],
+            "process": [process(record) for record in sampled[part]],
+        }
+        if best:
+            outcomes[suite]["greedy"] = [float(record.strict) for record in best[part]]
+    return outcomes
+
+
+def attempt_each(engine: Engine, tasks: Sequence[Task], path: Path, temperature: float | None) -> list[Trajectory]:
+    """One attempt a task; the machine's failures are retried, then count as the policy's."""
+    harness = get_harness(TARGET, engine.settings.prompt_style)
+    jobs = [Job(task, seed_of("evaluation", task.name)) for task in tasks]
+    records = collect(jobs, harness, engine, path, temperature)
+    for _ in range(RETRIES):
+        failed = [position for position, record in enumerate(records) if record.end == "infra_error"]
+        if not failed:
+            break
+        again = collect([jobs[position] for position in failed], harness, engine, path, temperature)
+        for position, record in zip(failed, again, strict=True):
+            records[position] = record
+    broken = [record for record in records if record.end == "infra_error"]
+    if len(broken) > MAX_INFRA_SHARE * len(records):
+        raise RuntimeError(
+            f"{len(broken)} of {len(records)} evaluation attempts failed for the machine's reasons,"
+            f" more than {MAX_INFRA_SHARE:.0%}; the last: {broken[-1].error}"
+        )
+    return records
+
+
+def process(record: Trajectory) -> float:
+    """Share of checks passed, hidden ones included; without a report the strict outcome."""
+    return record.passed / record.total if record.total else float(record.strict)
+
+
+def summarise(
+    outcomes: Mapping[str, Mapping[str, Sequence[float]]], before: Mapping[str, Mapping[str, Sequence[float]]] | None
+) -> dict[str, Any]:
+    """Rates a suite with Wilson intervals, their equal-weight mean, the paired difference to `before`."""
+    suites: dict[str, dict[str, Any]] = {}
+    for suite, of in outcomes.items():
+        suites[suite] = {
+            "strict": mean(of["strict"]),
+            "greedy": mean(of["greedy"]) if "greedy" in of else None,
+            "trials": len(of["strict"]),
+            "ci95": wilson(sum(of["strict"]), len(of["strict"])),
+            "process": mean(of["process"]),
+        }
+    rates = [suite["strict"] for suite in suites.values()]
+    greedy = [suite["greedy"] for suite in suites.values()]
+    summary: dict[str, Any] = {
+        "suites": suites,
+        "mean": mean(rates),
+        "ci95": normal_interval([of["strict"] for of in outcomes.values()]),
+        "greedy_mean": mean(greedy) if None not in greedy else None,
+        "difference": None,
+        "difference_ci95": None,
+    }
+    if before is not None:
+        paired = [
+            [now - then for now, then in zip(of["strict"], before[suite]["strict"], strict=True)]
+            for suite, of in outcomes.items()
+        ]
+        summary["difference"] = mean([mean(differences) for differences in paired])
+        summary["difference_ci95"] = normal_interval(paired)
+    return summary
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def wilson(successes: float, trials: int) -> tuple[float, float]:
+    """The 95 % Wilson score interval of a rate."""
+    rate, z2 = successes / trials, Z95**2
+    centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
+    half = Z95 / (1 + z2 / trials) * math.sqrt(rate * (1 - rate) / trials + z2 / (4 * trials**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def normal_interval(strata: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The 95 % normal interval of the equal-weight mean of the strata's means."""
+    variance = 0.0
+    for values in strata:
+        centre, count = mean(values), len(values)
+        variance += sum((value - centre) ** 2 for value in values) / max(count - 1, 1) / count
+    centre = mean([mean(values) for values in strata])
+    half = Z95 * math.sqrt(variance) / len(strata)
+    return centre - half, centre + half

@@ -1,0 +1,54 @@
+"""One dict a step: a line in `metrics.jsonl`, a line on the screen, a progress bar on a terminal."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+# What the one line a step shows, in this order, of whatever the step logged.
+SHOWN = (
+    "loss", "reward/mean", "reward/strict", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl",
+    "critic/vf_explained_var", "rollout/turns", "rollout/logprob_gap", "timing_s/step",
+)  # fmt: skip
+
+
+class Log:
+    """Writes a run's metrics and messages; `log.txt` holds what the screen showed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.text = (folder / "log.txt").open("a", encoding="utf-8", buffering=1)
+        self.metrics = folder / "metrics.jsonl"
+
+    def say(self, message: str) -> None:
+        """One line to the screen and to `log.txt`, with the time of day in the latter."""
+        self.console.print(message, markup=False)
+        self.text.write(f"{time.strftime('%H:%M:%S')} {message}\n")
+
+    def step(self, stage: str, phase: str, step: int, of: int, values: Mapping[str, float]) -> None:
+        """Record a step's metrics; `step` counts from 1 within the phase."""
+        record: dict[str, Any] = {"stage": stage, "phase": phase, "step": step, **values}
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        shown = (f"{name.split('/')[-1]} {values[name]:.4g}" for name in SHOWN if name in values)
+        self.say(f"{stage} {phase} {step}/{of}  {'  '.join(shown)}")
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Any]:
+        """A `report(done, of)` function behind a bar; silent where the screen is no terminal."""
+        if not sys.stdout.isatty():
+            yield lambda done, of: None
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console, transient=True) as bar:
+            entry = bar.add_task(label, total=None)
+            yield lambda done, of: bar.update(entry, completed=done, total=of)
+
+    def close(self) -> None:
+        self.text.close()

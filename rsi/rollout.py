@@ -1,0 +1,206 @@
+"""Many attempts at once: the one loop that every harness shares.
+
+Lock-step rounds: all active attempts sample their turn in one batch, then all their commands run at
+once in their sandboxes, then the next round. On a CPU both halves want every core, so overlapping them
+would gain nothing; and the order of events, hence every number, depends on seeds alone.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rsi_sandbox import Backend, Sandbox, SandboxError, Task, judge, verify
+
+from rsi.chat import Chat
+from rsi.config import Rollout
+from rsi.harness import NOT_SOLVED, Action, Harness, Outcome
+from rsi.sampler import Sampler
+from rsi.trajectory import Exchange, Trajectory, to_json
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt to make: a task, the seed of its sampling, and the runbook it may read."""
+
+    task: Task
+    seed: int
+    runbook: str | None = None
+
+
+@dataclass
+class Engine:
+    """What attempts are made with."""
+
+    sampler: Sampler
+    chat: Chat
+    backend: Backend
+    settings: Rollout
+    report: Callable[[int, int], None] = lambda done, of: None
+
+
+@dataclass
+class Attempt:
+    """One attempt under way; `pending` are the ids the policy has not read yet."""
+
+    job: Job
+    slot: int
+    sandbox: Future[Sandbox]
+    record: Trajectory
+    pending: list[int] = field(default_factory=list)
+    action: Action = field(default_factory=Action)
+    command_seconds: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+
+def collect(
+    jobs: Sequence[Job], harness: Harness, engine: Engine, path: Path, temperature: float | None = None
+) -> list[Trajectory]:
+    """Attempt every job; returns the records in the order of `jobs`.
+
+    Each finished attempt is appended to `path` (JSONL), whatever became of it. `temperature` None
+    means the configured one, 0 greedy.
+    """
+    temperature = engine.settings.temperature if temperature is None else temperature
+    waiting, active = deque(jobs), list[Attempt]()
+    finishing: list[Future[None]] = []
+    attempts: list[Attempt] = []
+    with sink(path) as write, ThreadPoolExecutor(engine.settings.workers) as pool:
+        try:
+            while waiting or active:
+                while waiting and len(active) < engine.settings.slots:
+                    attempt = begin(waiting.popleft(), harness, engine, pool)
+                    active.append(attempt)
+                    attempts.append(attempt)
+                sample(active, engine, temperature)
+                for future in [pool.submit(act, attempt, harness, engine) for attempt in active]:
+                    future.result()
+                ended = [attempt for attempt in active if not attempt.pending]
+                active = [attempt for attempt in active if attempt.pending]
+                for attempt in ended:
+                    engine.sampler.close(attempt.slot)
+                    finishing.append(pool.submit(finish, attempt, engine, write))
+                engine.report(len(attempts) - len(active), len(jobs))
+            for future in finishing:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            for attempt in attempts:
+                engine.sampler.close(attempt.slot)
+                if attempt.sandbox.done() and not attempt.sandbox.cancelled() and not attempt.sandbox.exception():
+                    attempt.sandbox.result().close()
+            raise
+    return [attempt.record for attempt in attempts]
+
+
+@contextlib.contextmanager
+def sink(path: Path) -> Iterator[Callable[[Trajectory], None]]:
+    """A function that appends a record to the JSONL file, a whole line at a time, from any thread."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = threading.Lock()
+    with path.open("a", encoding="utf-8", buffering=1) as file:
+
+        def write(record: Trajectory) -> None:
+            with lock:
+                file.write(to_json(record) + "\n")
+
+        yield write
+
+
+def begin(job: Job, harness: Harness, engine: Engine, pool: ThreadPoolExecutor) -> Attempt:
+    """Start the sandbox in the background and put the prompt before the policy."""
+    task = job.task
+    record = Trajectory(task.name, task.family, task.suite, harness.name, job.seed, job.runbook, end="")
+    prompt = engine.chat.prompt(harness.prompt(task.instruction, job.runbook))
+    record.extend(prompt)
+    slot = engine.sampler.open(job.seed)
+    return Attempt(job, slot, pool.submit(engine.backend.start, task), record, prompt)
+
+
+def sample(active: Sequence[Attempt], engine: Engine, temperature: float) -> None:
+    """One assistant turn for every active attempt."""
+    requests = [(attempt.slot, attempt.pending) for attempt in active]
+    turns = engine.sampler.generate(requests, engine.settings.max_turn_tokens, engine.chat.end, temperature)
+    for attempt, (ids, logprobs) in zip(active, turns, strict=True):
+        record = attempt.record
+        record.extend(ids, turn=record.turns, logprob=logprobs)
+        if not ids or ids[-1] != engine.chat.end:
+            record.end = "length"
+
+
+def act(attempt: Attempt, harness: Harness, engine: Engine) -> None:
+    """Run the turn's commands; leaves the observation in `pending`, or nothing and the end's reason."""
+    record, pending = attempt.record, attempt.pending
+    attempt.pending = []
+    start = len(record.ids) - next(
+        (back for back, action in enumerate(reversed(record.action)) if not action), len(record.ids)
+    )
+    text = engine.chat.decode(record.ids[start:])
+    if record.end:  # cut by a token limit: nothing of the turn runs
+        record.exchanges.append(Exchange((), text))
+        return
+    action = harness.parse(text)
+    record.parse_errors += action.error is not None
+    try:
+        outcomes = run_commands(attempt, action, harness, engine)
+        feedback = False
+        observation = harness.observe(action, outcomes) if outcomes or not action.done else ""
+        if action.done:
+            record.end = "done"
+            if record.asks < harness.asks:
+                record.asks += 1
+                if not judge(engine.backend, attempt.job.task, attempt.sandbox.result()).strict:
+                    record.end, observation, feedback = "", NOT_SOLVED, True
+    except SandboxError as problem:
+        record.end, record.error = "infra_error", str(problem)
+        record.exchanges.append(Exchange(action.commands, ""))
+        return
+    record.exchanges.append(Exchange(action.commands, observation, feedback))
+    if attempt.command_seconds > attempt.job.task.agent_timeout:
+        record.end = "agent_timeout"
+    elif not record.end and record.turns >= engine.settings.max_turns:
+        record.end = "turns"
+    if record.end:
+        return
+    ids = engine.chat.observation(observation)
+    if len(record.ids) + len(ids) >= engine.settings.max_length:
+        record.end = "length"
+        return
+    assert pending, "an attempt that acts has read something"
+    record.extend(ids)
+    attempt.pending = ids
+
+
+def run_commands(attempt: Attempt, action: Action, harness: Harness, engine: Engine) -> list[Outcome]:
+    """The commands' outcomes, in order; stops at the agent's time limit."""
+    outcomes = []
+    task, sandbox = attempt.job.task, attempt.sandbox.result()
+    for command in action.commands:
+        left = task.agent_timeout - attempt.command_seconds
+        if left <= 0:
+            break
+        begun = time.monotonic()
+        result = sandbox.run(command, min(engine.settings.command_timeout, left), harness.fresh_shell)
+        attempt.command_seconds += time.monotonic() - begun
+        outcomes.append(Outcome(result.output, result.exit_code, result.limit))
+    return outcomes
+
+
+def finish(attempt: Attempt, engine: Engine, write: Callable[[Trajectory], None]) -> None:
+    """Verify in the protected order and write the record, whatever happened."""
+    record = attempt.record
+    try:
+        if record.end != "infra_error":
+            verdict = verify(engine.backend, attempt.job.task, attempt.sandbox.result())
+            record.checks, record.strict, record.reward = dict(verdict.checks), verdict.strict, verdict.reward
+    except SandboxError as problem:
+        record.end, record.error = "infra_error", str(problem)
+    finally:
+        with contextlib.suppress(SandboxError):
+            attempt.sandbox.result().close()
+        record.seconds = time.monotonic() - attempt.started
+        write(record)

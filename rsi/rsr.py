@@ -1,0 +1,286 @@
+"""RSR, recursive self-rewrite: turn successes of any harness into grounded attempts of the target harness.
+
+The whole stage, in reading order: discover successes in complementary harnesses, write a runbook from
+each, have it reviewed, re-execute it in a fresh sandbox under the target harness, keep what the verifier
+passes and the leakage screen finds clean, and train the actor on those attempts *without* the runbook.
+"""
+
+import dataclasses
+import json
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rsi_sandbox import Task
+
+from rsi import ppo
+from rsi.batch import collate, count_actions, plan_micro_batches
+from rsi.chat import Chat
+from rsi.config import SUITES
+from rsi.evaluate import TARGET
+from rsi.harness import get_harness
+from rsi.leakage import screen
+from rsi.model import Transformer
+from rsi.rollout import Job, collect
+from rsi.runbook import plan, review
+from rsi.session import Session
+from rsi.stages import Stage
+from rsi.trajectory import Trajectory, read, to_json
+
+# How many times a rejected runbook goes back to the planner with the reviewer's objections.
+REVISIONS = 1
+# A family gives at most this multiple of the median family's kept attempts.
+BALANCE = 2.0
+
+
+class Rewrite(NamedTuple):
+    """An approved runbook for a task."""
+
+    task: Task
+    runbook: str
+
+
+def rewrite(
+    session: Session, stage: Stage, actor: Transformer, chat: Chat, folder: Path, earlier: Sequence[Path]
+) -> dict[str, Any]:
+    """Run the stage: changes `actor` in place, returns the funnel.
+
+    `earlier` are the kept attempts (`kept.jsonl`) of the rsr stages before: the supervised set grows.
+    """
+    settings = session.config.rsr
+    tasks = choose_tasks(session, stage)
+    found, funnel = discover(session, stage, actor, chat, tasks)
+    rewrites = write_runbooks(session, stage, found, funnel)
+    records = execute(session, stage, actor, chat, rewrites, funnel)
+    kept = keep(session, records, rewrites, funnel)
+    with (folder / "kept.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(to_json(record) + "\n" for record in kept)
+    harness = get_harness(TARGET, session.config.rollout.prompt_style)
+    everything = [record for path in earlier for record in read(path)] + kept
+    instructions = {task.name: task.instruction for pool in session.train.values() for task in pool}
+    examples = [
+        supervised(record, chat.prompt(harness.prompt(instructions[record.task])))
+        for record in balance(everything, settings.keep, session.seed(stage.name, "balance"))
+    ]
+    funnel["supervised"] = len(examples)
+    funnel["tokens"] = count_actions(examples, range(len(examples)))
+    session.log.say(f"{stage.name} funnel  {describe(funnel)}")
+    train(session, stage, actor, chat, examples)
+    return funnel
+
+
+def choose_tasks(session: Session, stage: Stage) -> list[Task]:
+    """The round's training tasks: the next ones of every suite, round after round."""
+    count = session.config.rsr.tasks
+    chosen = []
+    for suite in SUITES:
+        pool = session.train[suite]
+        start = (stage.round - 1) * count
+        chosen += [pool[index % len(pool)] for index in range(start, start + min(count, len(pool)))]
+    return chosen
+
+
+def discover(
+    session: Session, stage: Stage, actor: Transformer, chat: Chat, tasks: Sequence[Task]
+) -> tuple[list[tuple[Task, Trajectory]], dict[str, Any]]:
+    """Attempt every task in every harness; the successes, and the funnel so far."""
+    settings = session.config.rsr
+    successes: dict[str, list[tuple[Task, Trajectory]]] = {}
+    asks = attempts = 0
+    for name in settings.harnesses:
+        harness = get_harness(name, session.config.rollout.prompt_style)
+        jobs = [
+            Job(task, session.seed(stage.name, name, task.name, sample))
+            for sample in range(settings.samples)
+            for task in tasks
+        ]
+        with session.log.progress(f"{stage.name} discovery, {name}") as report:
+            engine = session.engine(actor, chat, report)
+            records = collect(jobs, harness, engine, session.attempts(stage.name, f"discovery-{name}"))
+        attempts += len(records)
+        asks += sum(record.asks for record in records)
+        successes[name] = [(job.task, record) for job, record in zip(jobs, records, strict=True) if record.strict]
+    solved = {name: {task.name for task, _ in entries} for name, entries in successes.items()}
+    funnel: dict[str, Any] = {
+        "tasks": len(tasks),
+        "attempts": attempts,
+        "asks": asks,
+        "successes": {name: len(entries) for name, entries in successes.items()},
+        "tasks_solved": {name: len(names) for name, names in solved.items()},
+        "tasks_solved_by_any": len(set().union(*solved.values())),
+    }
+    return [entry for entries in successes.values() for entry in entries], funnel
+
+
+def write_runbooks(
+    session: Session, stage: Stage, found: Sequence[tuple[Task, Trajectory]], funnel: dict[str, Any]
+) -> list[Rewrite]:
+    """At most `rsr.runbooks` approved runbooks a task; every one, approved or not, goes to the run folder."""
+    private = tuple({word for name in session.config.rsr.harnesses for word in get_harness(name).private})
+    approved: dict[tuple[str, str], Rewrite] = {}
+    count: Counter[str] = Counter()
+    rejected: Counter[str] = Counter()
+    written = 0
+    path = session.run.folder / "runbooks" / f"{stage.name}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        # Shorter successes first: of two ways to solve a task the one with less detour is the better rewrite.
+        for task, record in sorted(found, key=lambda entry: entry[1].turns):
+            if count[task.name] >= session.config.rsr.runbooks:
+                continue
+            objections: list[str] = []
+            for _ in range(1 + REVISIONS):
+                runbook = plan(task.instruction, record.exchanges, objections)
+                written += 1
+                objections = review(task.instruction, runbook, private)
+                if not objections:
+                    break
+            line = {"task": task.name, "harness": record.harness, "runbook": runbook, "objections": objections}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            rejected.update(reason.split(":")[0] for reason in objections)
+            if not objections and (task.name, runbook) not in approved:
+                approved[task.name, runbook] = Rewrite(task, runbook)
+                count[task.name] += 1
+    funnel |= {"runbooks": written, "approved": len(approved), "rejected": dict(rejected)}
+    return list(approved.values())
+
+
+def execute(
+    session: Session, stage: Stage, actor: Transformer, chat: Chat, rewrites: Sequence[Rewrite], funnel: dict[str, Any]
+) -> list[Trajectory]:
+    """Re-execute every runbook in the target harness; the same tasks and seeds without it, for comparison."""
+    harness = get_harness(TARGET, session.config.rollout.prompt_style)
+    jobs = [
+        Job(entry.task, session.seed(stage.name, "execute", entry.task.name, sample), entry.runbook)
+        for entry in rewrites
+        for sample in range(session.config.rsr.executions)
+    ]
+    with session.log.progress(f"{stage.name} re-execution") as report:
+        engine = session.engine(actor, chat, report)
+        records = collect(jobs, harness, engine, session.attempts(stage.name, "executions"))
+        bare = [dataclasses.replace(job, runbook=None) for job in jobs]
+        without = collect(bare, harness, engine, session.attempts(stage.name, "executions-without"))
+    count = max(len(jobs), 1)
+    funnel |= {
+        "executed": len(jobs),
+        "success_with_runbook": sum(record.strict for record in records) / count,
+        "success_without_runbook": sum(record.strict for record in without) / count,
+    }
+    return records
+
+
+def keep(
+    session: Session, records: Sequence[Trajectory], rewrites: Sequence[Rewrite], funnel: dict[str, Any]
+) -> list[Trajectory]:
+    """What the verifier passed and the leakage screen found clean, duplicates dropped."""
+    private = tuple({word for name in session.config.rsr.harnesses for word in get_harness(name).private})
+    tasks = {entry.task.name: entry.task for entry in rewrites}
+    verified = [record for record in records if record.strict]
+    screened: Counter[str] = Counter()
+    kept: dict[tuple[str, tuple[int, ...]], Trajectory] = {}
+    for record in verified:
+        task = tasks[record.task]
+        reason = screen(
+            record.exchanges,
+            task.instruction,
+            environment=texts(task.folder / "environment"),
+            tests=texts(task.folder / "tests"),
+            solution=texts(task.folder / "solution"),
+            runbook=record.runbook,
+            private=private,
+        )
+        if reason:
+            screened[reason] += 1
+            continue
+        kept.setdefault((record.task, tuple(record.ids)), record)
+    funnel |= {"verified": len(verified), "screened_out": dict(screened), "kept": len(kept)}
+    return list(kept.values())
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """Every file under `folder` (none where it is missing) as text, by its path inside."""
+    return {
+        str(path.relative_to(folder)): path.read_text(encoding="utf-8", errors="replace")
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    }
+
+
+def balance(records: Sequence[Trajectory], per_task: int, seed: int) -> list[Trajectory]:
+    """At most `per_task` attempts a task, and no family far above the median one; a seeded choice."""
+    order = list(records)
+    random.Random(seed).shuffle(order)
+    by_task: Counter[str] = Counter()
+    by_family: dict[str, list[Trajectory]] = {}
+    for record in order:
+        if by_task[record.task] < per_task:
+            by_task[record.task] += 1
+            by_family.setdefault(record.family, []).append(record)
+    if not by_family:
+        return []
+    most = math.ceil(BALANCE * statistics.median(len(entries) for entries in by_family.values()))
+    return [record for family in sorted(by_family) for record in by_family[family][:most]]
+
+
+def supervised(record: Trajectory, prompt: list[int]) -> Trajectory:
+    """The attempt as if no runbook had been there: another prompt, the same actions and observations.
+
+    The sampler's log-probs belong to the other prompt and are dropped.
+    """
+    start = record.action.index(1)
+    example = dataclasses.replace(record, runbook=None, ids=[], action=[], turn=[], logprob=[])
+    example.extend(prompt)
+    example.ids += record.ids[start:]
+    example.action += record.action[start:]
+    example.turn += record.turn[start:]
+    example.logprob = []
+    return example
+
+
+def train(session: Session, stage: Stage, actor: Transformer, chat: Chat, examples: Sequence[Trajectory]) -> None:
+    """Supervised steps over the examples: a seeded order an epoch, the learning rate falling linearly."""
+    settings = session.config.rsr
+    if not examples:
+        session.log.say(f"warning: {stage.name} kept no attempt, so the actor stays as it was")
+        return
+    optimizer = torch.optim.AdamW(actor.parameters(), settings.lr, weight_decay=0.0)
+    batches = batch_order(len(examples), settings.batch, settings.epochs, session.seed(stage.name, "train"))
+    for number, chosen in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr * (1 - number / len(batches))
+        lengths = [len(examples[index].ids) for index in chosen]
+        tokens = count_actions(examples, chosen)
+        optimizer.zero_grad()
+        sums = []
+        for group in plan_micro_batches(lengths, session.config.micro_batch_tokens):
+            batch = collate(examples, [chosen[position] for position in group], chat.pad).to(session.device)
+            logprob, _ = ppo.action_logprobs(actor, batch, session.config.rollout.temperature)
+            loss, found = ppo.supervised_loss(logprob, None, tokens)
+            loss.backward()
+            sums.append(found)
+        norm = torch.nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
+        optimizer.step()
+        metrics = ppo.average_metrics(sums, tokens) | {"actor/grad_norm": float(norm)}
+        session.log.step(stage.name, "train", number + 1, len(batches), metrics)
+
+
+def batch_order(count: int, batch: int, epochs: int, seed: int) -> list[list[int]]:
+    """Index batches: every example once an epoch, the last batch of an epoch possibly smaller."""
+    batches = []
+    for epoch in range(epochs):
+        order = list(range(count))
+        random.Random(f"{seed} {epoch}").shuffle(order)
+        batches += [order[start : start + batch] for start in range(0, count, batch)]
+    return batches
+
+
+def describe(funnel: dict[str, Any]) -> str:
+    """The funnel as one line."""
+    return "  ".join(
+        f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in funnel.items()
+    )

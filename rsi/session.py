@@ -1,0 +1,92 @@
+"""What the stages of one run share: tasks, tokenizer, sandboxes, device, log."""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rsi_sandbox import Backend, Task, load_task
+
+from rsi.chat import Chat
+from rsi.checkpoint import Run
+from rsi.config import SUITES, Config, UserError
+from rsi.metrics import Log
+from rsi.model import Transformer
+from rsi.rollout import Engine
+from rsi.sampler import Sampler
+from rsi.tiny import generate, write_task
+
+Pool = dict[str, list[Task]]  # suite -> tasks
+
+
+@dataclass
+class Session:
+    """`train` and `evaluation` map a suite to its tasks."""
+
+    run: Run
+    log: Log
+    backend: Backend
+    device: torch.device
+    train: Pool
+    evaluation: Pool
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
+
+    def engine(self, actor: Transformer, chat: Chat, report: Callable[[int, int], None]) -> Engine:
+        """Make attempts with `actor` as it is now and as it changes."""
+        settings = self.config.rollout
+        sampler = Sampler(actor, settings.slots, settings.max_length)
+        return Engine(sampler, chat, self.backend, settings, report)
+
+    def seed(self, *parts: object) -> int:
+        """A 63-bit seed that depends on the run's seed and `parts` alone."""
+        return seed_of(self.config.seed, *parts)
+
+    def attempts(self, stage: str, name: str) -> Path:
+        """The JSONL file for attempts of one kind in one stage."""
+        return self.run.folder / "trajectories" / stage / f"{name}.jsonl"
+
+
+def seed_of(*parts: object) -> int:
+    """A 63-bit seed from the text of `parts`."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def prepare_tasks(config: Config) -> tuple[Pool, Pool]:
+    """Training and evaluation tasks; the built-in ones are written into the run folder first."""
+    folder = config.tasks
+    if folder is None:
+        folder = config.folder / "tasks"
+        if not folder.is_dir():
+            partial = folder.with_name("tasks.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            for split, count in (("train", config.train_tasks), ("eval", config.evaluate.tasks)):
+                write_tasks(partial / split, split, count, config.seed if split == "train" else 0)
+            partial.rename(folder)
+    return load_pool(folder / "train"), load_pool(folder / "eval", config.evaluate.tasks)
+
+
+def write_tasks(folder: Path, split: str, count: int, seed: int) -> None:
+    """Write `count` built-in tasks a suite as `folder/<suite>/<number>/`.
+
+    Evaluation tasks do not depend on the run's seed: every run is measured on the same ones.
+    """
+    for suite in SUITES:
+        for number, spec in enumerate(generate(split, suite, count, seed)):
+            write_task(spec, folder / suite / f"{number:04d}")
+
+
+def load_pool(folder: Path, count: int | None = None) -> Pool:
+    """The tasks of every suite under `folder`, in name order, at most `count` a suite."""
+    pool = {}
+    for suite in SUITES:
+        paths = sorted(path.parent for path in (folder / suite).glob("*/task.toml"))
+        if not paths:
+            raise UserError(f"{folder / suite} holds no task (a folder with a task.toml): add some")
+        pool[suite] = [load_task(path) for path in paths[:count]]
+    return pool

@@ -1,0 +1,173 @@
+"""Entry: `torchrun --standalone --nproc-per-node 1 -m rsi.train --stage all`.
+
+Runs the stages that are missing up to `--stage`, each from the weights of the one before, and ends with
+the stage table. The same command goes on where a killed run stopped: after its last finished stage.
+"""
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from rsi.config import Config, UserError, fail, parse, to_record
+from rsi.stages import Stage, missing_before, schedule
+
+
+def main() -> None:
+    """Read the command line before anything slow is imported, then run."""
+    try:
+        config = parse(sys.argv[1:])
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError(f"{os.environ['WORLD_SIZE']} processes: this version trains in one; use --nproc-per-node 1")
+        if config.dry_run:
+            print_plan(config)
+            return
+        run(config)
+    except UserError as problem:
+        fail(problem)
+    except KeyboardInterrupt:
+        print("rsi: interrupted; the same command goes on after the last finished stage", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def run(config: Config) -> None:
+    """All missing stages, then the table and the plot."""
+    import torch
+    from rsi_sandbox import SandboxError, TaskError, open_backend
+
+    from rsi.checkpoint import open_run
+    from rsi.metrics import Log
+    from rsi.report import stage_table, table_text, write_plot
+    from rsi.session import Session, prepare_tasks
+
+    torch.set_num_threads(config.threads)
+    run_folder = open_run(config)
+    log = Log(run_folder.folder)
+    try:
+        stages = missing_before(config, run_folder.done())
+        if stages:
+            train, evaluation = prepare_tasks(config)
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            with open_backend(config.sandbox, run=config.folder.name) as backend:
+                log.say(f"{run_folder.folder}: stages {', '.join(stage.name for stage in stages)}; {device.type};")
+                log.say(f"sandboxes: {backend.kind} ({backend.reason})")
+                session = Session(run_folder, log, backend, device, train, evaluation)
+                for stage in stages:
+                    run_stage(session, stage)
+        records = run_folder.write_stages()
+        title = f"{run_folder.folder.name}: success over the stages"
+        log.console.print(stage_table(records, title))
+        log.text.write(table_text(records))
+        write_plot(records, run_folder.folder / "stages.svg", title)
+        log.say(f"plot: {run_folder.folder / 'stages.svg'}")
+    except TaskError as problem:
+        raise UserError(str(problem)) from problem
+    except SandboxError as problem:
+        log.say(f"rsi: error: {problem}")
+        raise SystemExit(1) from problem
+    finally:
+        log.close()
+
+
+def run_stage(session, stage: Stage) -> None:
+    """One stage: weights in, work, weights out, evaluation, record."""
+    from rsi.chat import Chat
+    from rsi.evaluate import evaluate
+    from rsi.rpr import refine
+    from rsi.rsr import rewrite
+    from rsi.weights import load_actor, load_critic, load_tokenizer, save_model, sha256
+
+    begun = time.monotonic()
+    run, source = session.run, stage.source
+    folder = run.begin(stage)
+    funnel = None
+    if stage.kind == "base":
+        actor, tokenizer = build_base(session)
+    else:
+        actor = load_actor(run.path(source) / "actor").to(session.device)
+        tokenizer = load_tokenizer(run.path(source) / "actor")
+    chat = Chat(tokenizer)
+    if stage.kind == "rsr":
+        earlier = [run.path(entry.name) / "kept.jsonl" for entry in schedule(session.config)
+                   if entry.kind == "rsr" and entry.round < stage.round]  # fmt: skip
+        funnel = rewrite(session, stage, actor, chat, folder, earlier)
+        if stage.critic == "pass":
+            shutil.copytree(run.path(source) / "critic", folder / "critic")
+    if stage.kind == "rpr":
+        inherited = load_critic(run.path(source) / "critic").to(session.device) if stage.critic == "inherit" else None
+        critic = refine(session, stage, actor, inherited, chat)
+        save_model(folder / "critic", critic, tokenizer)
+    save_model(folder / "actor", actor, tokenizer)
+    evaluation = evaluate(session, stage.name, source, actor, chat, folder)
+    record = {
+        "stage": stage.name,
+        "source": source or None,
+        "seconds": time.monotonic() - begun,
+        "actor_sha256": sha256(folder / "actor"),
+        "critic_sha256": sha256(folder / "critic") if (folder / "critic").is_dir() else None,
+        "evaluation": evaluation,
+    }
+    if funnel is not None:
+        record["funnel"] = funnel
+    run.finish(stage, record)
+    rates = "  ".join(f"{suite} {100 * of['strict']:.1f}" for suite, of in evaluation["suites"].items())
+    session.log.say(f"{stage.name} done in {record['seconds']:.0f} s  {rates}  mean {100 * evaluation['mean']:.1f} %")
+
+
+def build_base(session):
+    """The embedded model, pretrained from scratch on synthetic transcripts."""
+    import torch
+
+    from rsi.model import ModelConfig, Transformer
+    from rsi.tiny import build_tokenizer, pretrain
+
+    config = session.config
+    torch.manual_seed(session.seed("model"))
+    tokenizer = build_tokenizer(config.model.vocab_size)
+    shape = config.model
+    actor = Transformer(
+        ModelConfig(
+            vocab_size=tokenizer.get_vocab_size(),
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            eos_token_id=tokenizer.token_to_id("<|im_end|>"),
+        )
+    ).to(session.device)
+    count = sum(parameter.numel() for parameter in actor.parameters())
+    session.log.say(f"base: {count:,} parameters, {tokenizer.get_vocab_size()} tokens")
+    with session.log.progress("base pretraining") as report:
+        for step, loss in pretrain(actor, tokenizer, config.pretrain, session.seed("pretrain")):
+            report(step, config.pretrain.steps)
+            if step % 20 == 0 or step == config.pretrain.steps:
+                session.log.step("base", "pretrain", step, config.pretrain.steps, {"loss": loss})
+    return actor, tokenizer
+
+
+def print_plan(config: Config) -> None:
+    """The resolved configuration and what would run; nothing is written."""
+    import json
+
+    done: set[str] = set()
+    stages = config.folder / "stages"
+    if stages.is_dir():
+        done = {path.name.partition("-")[2] for path in stages.iterdir() if not path.name.endswith(".partial")}
+    shape = config.model
+    per_layer = shape.hidden_size * (
+        2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim + 3 * shape.intermediate_size
+    )
+    print(json.dumps(to_record(config), indent=1))
+    print(f"run folder   {config.folder}")
+    print(f"stages       {', '.join(stage.name for stage in missing_before(config, done)) or 'all done'}")
+    print(f"parameters   about {shape.layers * per_layer + shape.vocab_size * shape.hidden_size:,} a network")
+    tasks = str(Path(config.tasks)) if config.tasks else f"built-in, {config.train_tasks} to train on a suite"
+    print(f"tasks        {tasks}; {config.evaluate.tasks} a suite to evaluate on")
+    print(f"sandbox      {config.sandbox}")
+
+
+if __name__ == "__main__":
+    main()
