@@ -1,7 +1,7 @@
 """Messages to token ids, in ChatML, so that a conversation only ever grows at its end.
 
-Text is encoded once, when it enters; ids that the model sampled are kept as they are. A sampled turn ends with
-``<|im_end|>``; `Chat.observation` begins with the newline that the sampler never writes.
+Text is encoded once, when it enters; ids that the model sampled are kept as they are. A sampled turn ends
+with ``<|im_end|>``; `Chat.observation` begins with the newline that the sampler never writes.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ class Message(NamedTuple):
 class Chat:
     """ChatML over a tokenizer whose vocabulary holds `SPECIAL_TOKENS`.
 
-    Special tokens are only ever written by this class: the same characters inside a message, an observation or
-    a turn are encoded as ordinary text, so that no command output can end a turn or start another. (Tokens that
-    a tokenizer adds without marking them special, such as Qwen's ``<think>``, are not affected.)
+    Special tokens are only ever written by this class: the same characters inside a message, an observation
+    or a turn are encoded as ordinary text, so that no command output can end a turn or start another.
+    (Tokens that a tokenizer adds without marking them special, such as Qwen's ``<think>``, stay tokens.)
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

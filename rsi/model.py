@@ -195,9 +195,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary embedding (Su et al. 2021): positions [...] -> two float32 [..., 1, C/2]."""
-    exponent = (
-        torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
-    )
+    exponent = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
     angles = positions.float()[..., None, None] / config.rope_theta**exponent
     return angles.cos(), angles.sin()
 
@@ -292,9 +290,7 @@ class Layer(nn.Module):
         return LayerWeights(
             self.input_layernorm.weight,
             torch.cat((attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)),
-            torch.cat(
-                (attention.q_norm.weight.expand(heads, -1), attention.k_norm.weight.expand(kv_heads, -1))
-            ),
+            torch.cat((attention.q_norm.weight.expand(heads, -1), attention.k_norm.weight.expand(kv_heads, -1))),
             attention.o_proj.weight,
             self.post_attention_layernorm.weight,
             torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)),

@@ -133,9 +133,7 @@ class Sampler:
         Raises FloatingPointError when the model's logits are not finite.
         """
         if max_tokens < 1 or temperature < 0:
-            raise ValueError(
-                f"max_tokens {max_tokens} must be at least 1, temperature {temperature} at least 0"
-            )
+            raise ValueError(f"max_tokens {max_tokens} must be at least 1, temperature {temperature} at least 0")
         slots = [self._slot(index) for index, _ in requests]
         if len({id(slot) for slot in slots}) < len(slots):
             raise ValueError("a slot appears twice in one call: it can sample one turn at a time")
@@ -143,9 +141,7 @@ class Sampler:
             slot.pending.extend(new_ids)
             if not slot.pending:
                 raise ValueError("a request without ids: the first call of a slot needs its prompt")
-        running = [
-            index for index, slot in enumerate(slots) if slot.length + len(slot.pending) < self.max_len
-        ]
+        running = [index for index, slot in enumerate(slots) if slot.length + len(slot.pending) < self.max_len]
         turns: list[tuple[list[int], list[float]]] = [([], []) for _ in requests]
         if not running:
             return turns
@@ -167,9 +163,7 @@ class Sampler:
 
     def _prefill(self, weights: list[LayerWeights], active: list[_Slot]) -> Tensor:
         """Put every slot's pending ids into the cache; returns the logits [slots, V] after the last of each."""
-        last = torch.empty(
-            len(active), self.model.config.hidden_size, dtype=self.cache.dtype, device=self.cache.device
-        )
+        last = torch.empty(len(active), self.model.config.hidden_size, dtype=self.cache.dtype, device=self.cache.device)
         for width, group in _prefill_groups(active):
             last[group] = self._prefill_group(weights, [active[index] for index in group], width)
         for slot in active:
@@ -178,16 +172,12 @@ class Sampler:
 
     def _prefill_group(self, weights: list[LayerWeights], group: list[_Slot], width: int) -> Tensor:
         device = self.cache.device
-        ids = torch.tensor(
-            [slot.pending + [0] * (width - len(slot.pending)) for slot in group], device=device
-        )
+        ids = torch.tensor([slot.pending + [0] * (width - len(slot.pending)) for slot in group], device=device)
         count = torch.tensor([len(slot.pending) for slot in group], device=device)
         start = torch.tensor([slot.length for slot in group], device=device)
         rows = torch.tensor([slot.row for slot in group], device=device)
         positions = (start[:, None] + torch.arange(width, device=device)).clamp_(max=self.capacity - 1)
-        span = min(
-            self.capacity, _round_up(max(slot.length + len(slot.pending) for slot in group), LENGTH_STEP)
-        )
+        span = min(self.capacity, _round_up(max(slot.length + len(slot.pending) for slot in group), LENGTH_STEP))
         fresh = all(slot.length == 0 for slot in group)
         bias = _bias(positions, span, self.cache.dtype)
         cos_sin = self.cos[positions], self.sin[positions]
@@ -219,9 +209,7 @@ class Sampler:
         device, requests = self.cache.device, len(active)
         max_tokens = min(max_tokens, self.max_len - min(slot.length for slot in active))
         uniform = torch.zeros(requests + 1, max_tokens, dtype=torch.float64)
-        uniform[:requests] = uniforms(
-            [slot.seed for slot in active], [slot.length for slot in active], max_tokens
-        )
+        uniform[:requests] = uniforms([slot.seed for slot in active], [slot.length for slot in active], max_tokens)
         uniform = uniform.to(device)
         ids = torch.full((requests + 1, max_tokens), -1, device=device)
         logprobs = torch.zeros(requests + 1, max_tokens, device=device)
@@ -317,11 +305,7 @@ def _attend_cached(q_BTHC: Tensor, keys_BKLC: Tensor, values_BKLC: Tensor, bias_
     rows, width, heads, channels = q_BTHC.shape
     kv_heads = keys_BKLC.shape[1]
     group = heads // kv_heads
-    folded = (
-        q_BTHC.unflatten(2, (kv_heads, group))
-        .transpose(1, 2)
-        .reshape(rows, kv_heads, width * group, channels)
-    )
+    folded = q_BTHC.unflatten(2, (kv_heads, group)).transpose(1, 2).reshape(rows, kv_heads, width * group, channels)
     bias = bias_BTL[:, :, None].expand(-1, -1, group, -1).reshape(rows, 1, width * group, -1)
     out = F.scaled_dot_product_attention(folded, keys_BKLC, values_BKLC, attn_mask=bias)
     return out.unflatten(2, (width, group)).transpose(1, 2).reshape(rows, width, heads, channels)
