@@ -16,6 +16,7 @@ from rsi.batch import MicroBatch, gather_predictors
 
 LOG_RATIO_LIMIT = 20.0
 Metrics = dict[str, Tensor]
+KlKind = Literal["k1", "k2", "k3"]
 
 
 class Actor(Protocol):
@@ -41,13 +42,13 @@ class _Logprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprob_N: Tensor | None, grad_entropy_N: Tensor | None):  # type: ignore[no-untyped-def]
         logprobs_NV, target_N, entropy_N = ctx.saved_tensors
-        grad_NV = torch.zeros((), dtype=logprobs_NV.dtype, device=logprobs_NV.device).expand_as(logprobs_NV)
-        if grad_logprob_N is not None:
-            grad_NV = logprobs_NV.exp().mul_(-grad_logprob_N[:, None])
-            grad_NV.scatter_add_(-1, target_N[:, None], grad_logprob_N[:, None])
+        probability_NV = logprobs_NV.exp()
+        grad_NV = torch.zeros_like(probability_NV)
         if grad_entropy_N is not None:
-            centred_NV = logprobs_NV + entropy_N[:, None]
-            grad_NV = grad_NV - logprobs_NV.exp() * centred_NV * grad_entropy_N[:, None]
+            grad_NV = probability_NV * (logprobs_NV + entropy_N[:, None]) * -grad_entropy_N[:, None]
+        if grad_logprob_N is not None:
+            grad_NV = grad_NV.addcmul_(probability_NV, grad_logprob_N[:, None], value=-1.0)
+            grad_NV.scatter_add_(-1, target_N[:, None], grad_logprob_N[:, None])
         return grad_NV, None
 
 
@@ -89,16 +90,24 @@ def policy_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
+    *,
     importance_weight: Tensor | None = None,
+    entropy: Tensor | None = None,
+    entropy_bonus: float = 0.0,
+    reference_logprob: Tensor | None = None,
+    kl_coefficient: float = 0.0,
+    kl_kind: KlKind = "k2",
 ) -> tuple[Tensor, Metrics]:
     """Clipped surrogate: sum of max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high)) / normaliser.
 
     Args:
-        logprob, old_logprob, advantage: [N] (any one shape); gradients flow through `logprob` alone.
+        logprob, old_logprob, advantage: [N] (any one shape); advantages and old log-probs are held constant.
         mask: same shape, nonzero = counts; None = all count. Nothing at a masked slot is read.
         normaliser: action tokens of the whole optimizer step (see the module's docstring).
         dual_clip: c > 1 bounds the loss of a negative advantage at -c * A.
         importance_weight: factor on each token's loss, held constant (`importance_weights`).
+        entropy, entropy_bonus: bonus * entropy is subtracted; the entropy is reported at any bonus.
+        reference_logprob, kl_coefficient, kl_kind: coefficient * `kl_estimate` is added.
 
     Returns:
         (loss, metrics); metrics are sums over tokens under verl's names, for `average_metrics`. A token
@@ -106,63 +115,58 @@ def policy_loss(
 
     Source: Schulman et al. 2017 (arXiv 1707.06347); dual clip: Ye et al. 2020 (arXiv 1912.09729).
     """
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
-    if not 0 <= clip_low < 1 or not clip_high >= 0:
-        raise ValueError(f"clip_low must be in [0, 1), clip_high at least 0; got {clip_low}, {clip_high}")
-    advantage = _masked(advantage, mask).detach()
-    log_ratio = _masked(logprob, mask) - _masked(old_logprob, mask).detach()
-    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    plain = -advantage * ratio
-    clipped = -advantage * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    is_clipped = clipped > plain
-    loss = torch.where(is_clipped, clipped, plain)
-    metrics = {"actor/pg_clipfrac": is_clipped.sum(), "actor/ppo_kl": -log_ratio.detach().sum()}
-    if dual_clip is not None:
-        bound = -advantage * dual_clip
-        is_bounded = (advantage < 0) & (loss > bound)
-        loss = torch.where(is_bounded, bound, loss)
-        metrics["actor/pg_clipfrac_lower"] = is_bounded.sum()
+    logprob = _masked(logprob, mask)
+    log_ratio = _limit(logprob - _masked(old_logprob, mask).detach())
+    loss, metrics = _surrogate(log_ratio, _masked(advantage, mask).detach(), clip_low, clip_high, dual_clip)
     if importance_weight is not None:
         loss = loss * _masked(importance_weight, mask).detach()
     total = loss.sum()
     metrics["actor/pg_loss"] = total.detach()
+    if entropy is not None:
+        entropy_sum = _masked(entropy, mask).sum()
+        metrics["actor/entropy"] = entropy_sum.detach()
+        if entropy_bonus:
+            total = total - entropy_bonus * entropy_sum
+    elif entropy_bonus:
+        raise ValueError(f"an entropy bonus of {entropy_bonus} needs `entropy`")
+    if reference_logprob is not None:
+        kl_sum = kl_estimate(logprob, _masked(reference_logprob, mask), kl_kind).sum()
+        metrics["actor/kl_loss"] = kl_sum.detach()
+        if kl_coefficient:
+            total = total + kl_coefficient * kl_sum
+    elif kl_coefficient:
+        raise ValueError(f"a KL coefficient of {kl_coefficient} needs `reference_logprob`")
     return total / max(normaliser, 1), metrics
 
 
-def entropy_loss(
-    entropy: Tensor, mask: Tensor | None, normaliser: float, bonus: float
+def _surrogate(
+    log_ratio_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Tensor, Metrics]:
-    """-bonus * sum of entropies / normaliser, to add to the policy loss; reports the entropy at any bonus.
-
-    At bonus 0 the loss is a constant without a graph: logging alone costs no backward pass.
-    """
-    total = _masked(entropy, mask).sum()
-    loss = -bonus * total / max(normaliser, 1) if bonus else total.new_zeros(())
-    return loss, {"actor/entropy": total.detach()}
-
-
-def kl_loss(
-    logprob: Tensor,
-    reference_logprob: Tensor,
-    mask: Tensor | None,
-    normaliser: float,
-    coefficient: float,
-    kind: Literal["k1", "k2", "k3"] = "k2",
-) -> tuple[Tensor, Metrics]:
-    """coefficient * sum of `kl_estimate` / normaliser, to add to the policy loss; reports the estimate."""
-    total = kl_estimate(_masked(logprob, mask), _masked(reference_logprob, mask), kind).sum()
-    return coefficient * total / max(normaliser, 1), {"actor/kl_loss": total.detach()}
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
+    if not 0 <= clip_low < 1 or not clip_high >= 0:
+        raise ValueError(f"clip_low must be in [0, 1), clip_high at least 0; got {clip_low}, {clip_high}")
+    ratio_N = log_ratio_N.exp()
+    plain_N = -advantage_N * ratio_N
+    clipped_N = -advantage_N * ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+    is_clipped_N = clipped_N > plain_N
+    loss_N = torch.where(is_clipped_N, clipped_N, plain_N)
+    metrics = {"actor/pg_clipfrac": is_clipped_N.sum(), "actor/ppo_kl": -log_ratio_N.detach().sum()}
+    if dual_clip is not None:
+        bound_N = -advantage_N * dual_clip
+        is_bounded_N = (advantage_N < 0) & (loss_N > bound_N)
+        loss_N = torch.where(is_bounded_N, bound_N, loss_N)
+        metrics["actor/pg_clipfrac_lower"] = is_bounded_N.sum()
+    return loss_N, metrics
 
 
-def kl_estimate(logprob: Tensor, reference_logprob: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
+def kl_estimate(logprob: Tensor, reference_logprob: Tensor, kind: KlKind) -> Tensor:
     """Per-token estimate of KL(policy || reference) from the policy's own samples; log-ratios within +-20.
 
     k1 = log ratio; k2 = half its square; k3 = exp(-log ratio) - 1 + log ratio. As a loss only k2 has the
     gradient of the KL: k1's is zero in expectation, and k3's is biased (arXiv 2506.09477).
     """
-    log_ratio = (logprob - reference_logprob.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = _limit(logprob - reference_logprob.detach())
     if kind == "k1":
         return log_ratio
     if kind == "k2":
@@ -176,8 +180,7 @@ def importance_weights(old_logprob: Tensor, sampler_logprob: Tensor, cap: float 
     """Truncated token weights min(exp(old - sampler), cap): the trainer's over the sampler's probability."""
     if not cap > 0:
         raise ValueError(f"cap must be above 0, got {cap}")
-    log_ratio = (old_logprob - sampler_logprob).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return log_ratio.exp().clamp(max=cap)
+    return _limit(old_logprob - sampler_logprob).detach().exp().clamp(max=cap)
 
 
 def value_loss(
@@ -250,3 +253,7 @@ def whiten(advantage_N: Tensor, epsilon: float = 1e-8) -> Tensor:
 
 def _masked(value: Tensor, mask: Tensor | None) -> Tensor:
     return value if mask is None else torch.where(mask != 0, value, 0.0)
+
+
+def _limit(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -63,15 +63,15 @@ def tb_gae(
     _check_arguments(rewards, values, action, turn, (gamma, lam, gamma_token, lambda_token), cu_seqlens)
     with torch.no_grad():
         offsets_S = cu_seqlens if cu_seqlens is not None else _padded_offsets(values)
-        index_N = (action.reshape(-1) != 0).nonzero().squeeze(1)
+        index_N = action.reshape(-1).nonzero().squeeze(1)
         advantages = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
         returns = torch.zeros_like(advantages)
         layout = _find_turns(index_N, turn, offsets_S)
         bootstrap_S = _row_bootstrap(bootstrap, offsets_S, layout, rewards)
         if index_N.numel() == 0:
             return advantages, returns
-        reward_N = rewards.reshape(-1)[index_N].double()
-        value_N = values.reshape(-1)[index_N].double()
+        reward_N = rewards.reshape(-1).index_select(0, index_N).double()
+        value_N = values.reshape(-1).index_select(0, index_N).double()
         if not torch.isfinite(reward_N.sum() + value_N.sum() + bootstrap_S.sum()):
             raise ValueError(
                 "rewards, values and bootstrap must be finite at action tokens; "
@@ -82,8 +82,8 @@ def tb_gae(
         else:
             factors = (gamma, lam, gamma_token, lambda_token)
             return_N = _returns_by_token(reward_N, value_N, bootstrap_S, layout, factors)
-        returns.view(-1)[index_N] = return_N.to(values.dtype)
-        advantages.view(-1)[index_N] = (return_N - value_N).to(values.dtype)
+        returns.view(-1).index_copy_(0, index_N, return_N.to(values.dtype))
+        advantages.view(-1).index_copy_(0, index_N, (return_N - value_N).to(values.dtype))
     return advantages, returns
 
 
@@ -136,19 +136,17 @@ def _find_turns(index_N: Tensor, turn: Tensor, offsets_S: Tensor) -> _Layout:
     row_filled_S = length_S > 0
     row_last = edge_S[1:][row_filled_S] - 1
     longest_row = int(length_S.max()) if length_S.numel() else 0
-    step = turn.reshape(-1)[index_N].diff()
-    row_change = row_last[:-1]
-    backwards = step < 0
-    backwards[row_change] = False
-    if bool(backwards.any()):
-        token = int(index_N[1:][backwards][0])
+    turn_N = turn.reshape(-1).index_select(0, index_N)
+    change = turn_N.diff().nonzero().squeeze(1)
+    backwards = change[turn_N[change + 1] < turn_N[change]]
+    backwards = backwards[torch.isin(backwards, row_last, invert=True)]
+    if backwards.numel():
+        token = int(index_N[backwards[0] + 1])
         raise ValueError(
-            f"turn decreases at flat token {token} (to {int(turn.reshape(-1)[token])}); "
+            f"turn decreases to {int(turn_N[backwards[0] + 1])} at flat token {token}; "
             "number the turns of a row in the order they were sampled"
         )
-    crossing = step != 0
-    crossing[row_change] = True
-    turn_last_M = torch.cat([crossing.nonzero().squeeze(1), row_last[-1:]])
+    turn_last_M = torch.cat([change, row_last]).unique()
     turn_first_M = torch.cat([torch.zeros_like(row_last[:1]), turn_last_M[:-1] + 1])
     return _Layout(row_last, row_filled_S, turn_last_M, turn_first_M, longest_row)
 
