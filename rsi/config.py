@@ -17,6 +17,7 @@ from typing import Literal
 import tyro
 
 SUITES = ("core", "hard", "long", "swr")
+GROUPS = ("model", "pretrain", "rollout", "evaluate", "rsr", "rpr")
 
 
 class UserError(ValueError):
@@ -231,7 +232,6 @@ def parse(arguments: Sequence[str], program: str = "rsi.train") -> Config:
                 args=list(arguments),
                 prog=program,
                 console_outputs=speaks,
-                config=(tyro.conf.FlagConversionOff,),
             )
     except SystemExit as stop:
         if not stop.code:
@@ -276,11 +276,13 @@ def validate(config: Config) -> None:
         ),
         f"--tasks {config.tasks}: no such folder": config.tasks is not None and not config.tasks.is_dir(),
     }
-    for group in (config, config.model, config.pretrain, config.rollout, config.evaluate, config.rsr, config.rpr):
+    groups = {"": config, **{f"{name}.": getattr(config, name) for name in GROUPS}}
+    for prefix, group in groups.items():
         for entry in dataclasses.fields(group):
             value = getattr(group, entry.name)
             counts = entry.type is int and entry.name not in ("seed", "steps", "calibration_steps")
-            problems[f"--{entry.name.replace('_', '-')} {value}: must be at least 1"] = counts and value < 1
+            option = f"--{prefix}{entry.name}".replace("_", "-")
+            problems[f"{option} {value}: must be at least 1"] = counts and value < 1
     for problem, holds in problems.items():
         if holds:
             raise UserError(problem)

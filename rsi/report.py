@@ -65,7 +65,8 @@ def write_plot(records: Sequence[dict[str, Any]], path: Path, title: str) -> Non
         return top + (1 - rate) * (height - top - bottom)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
+        ' font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         f'<text x="{left}" y="22" font-size="14">{escape(title)}</text>',
     ]
@@ -88,9 +89,8 @@ def write_plot(records: Sequence[dict[str, Any]], path: Path, title: str) -> Non
             parts.append(f'<circle cx="{x(position):.1f}" cy="{y(rate):.1f}" r="{stroke + 1}" fill="{colour}"/>')
             if series == "mean":
                 low, high = (y(bound) for bound in entry["ci95"])
-                parts.append(
-                    f'<line x1="{x(position):.1f}" x2="{x(position):.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="{colour}"/>'
-                )
+                column = f'x1="{x(position):.1f}" x2="{x(position):.1f}"'
+                parts.append(f'<line {column} y1="{low:.1f}" y2="{high:.1f}" stroke="{colour}"/>')
         ends.append((y(rates[-1]), series))
     floor = 0.0
     for level, series in sorted(ends):  # labels beside the last points, pushed apart where they would overlap

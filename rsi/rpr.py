@@ -24,7 +24,7 @@ from rsi.config import SUITES, Rpr
 from rsi.evaluate import TARGET
 from rsi.harness import get_harness
 from rsi.model import Critic, Transformer
-from rsi.rollout import Engine, Job, collect
+from rsi.rollout import Job, collect
 from rsi.session import Pool, Session
 from rsi.stages import Stage
 from rsi.trajectory import ENDS, Trajectory

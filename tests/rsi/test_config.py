@@ -1,0 +1,64 @@
+"""The command line: what it accepts, and the one line it answers a mistake with."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rsi.config import UserError, differences, parse, smoke, tiny, to_record
+
+
+def test_defaults_presets_and_nested_options() -> None:
+    assert parse([]) == tiny()
+    assert parse(["--preset", "smoke"]) == smoke()
+    assert parse(["--preset=smoke", "--seed", "3"]).folder == Path("runs/smoke-3")
+    assert parse(["--rpr.actor-lr", "1e-4", "--rpr.steps", "3", "4"]).rpr.steps == (3, 4)
+    assert parse(["--evaluate.no-greedy"]).evaluate.greedy is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset", "tny"], ["--preset 'tny'", "tiny, smoke"]),
+        (["--preset"], ["--preset ''"]),
+        (["--stge", "rpr1"], ["--stge", "--stage"]),
+        (["--seed", "x"], ["--seed", "'x'"]),
+        (["--stage", "rpr9"], ["--stage 'rpr9'", "rpr2"]),
+        (["--rpr.actor_l", "2"], ["--rpr.actor_l", "--rpr.actor-lr"]),
+        (["--model.layers", "0"], ["--model.layers 0", "at least 1"]),
+        (["--rpr.spr-failure", "1"], ["--rpr.spr-failure 1.0", "[0, 1)"]),
+        (["--rpr.attempts", "-3"], ["--rpr.attempts -3"]),
+        (["--rollout.temperature", "0"], ["--rollout.temperature 0.0"]),
+        (["--rsr.harnesses", "tmux"], ["--rsr.harnesses", "terminus, bash or rsrt"]),
+        (["--sandbox", "chroot"], ["--sandbox", "chroot"]),
+        (["--tasks", "nowhere"], ["--tasks nowhere", "no such folder"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_the_process_prints_that_line_alone() -> None:
+    command = [sys.executable, "-m", "rsi.train", "--sede", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("rsi: error: ") and done.stderr.count("\n") == 1 and "--seed" in done.stderr
+
+
+def test_only_the_first_rank_speaks() -> None:
+    import os
+
+    command = [sys.executable, "-m", "rsi.train", "--sede", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "RANK": "1"})
+    assert done.returncode == 2 and done.stdout + done.stderr == ""
+
+
+def test_differences_name_the_keys_and_ignore_where_to_stop() -> None:
+    old = to_record(parse([]))
+    new = to_record(parse(["--stage", "rpr1", "--rpr.gamma", "0.9", "--seed", "4"]))
+    assert differences(old, new) == ["rpr.gamma (0.99 → 0.9)", "seed (0 → 4)"]
