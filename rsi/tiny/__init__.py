@@ -1,0 +1,1 @@
+"""The embedded default: task families, imperfect transcripts, tokenizer and pretraining."""
