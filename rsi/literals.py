@@ -162,6 +162,8 @@ class _Reader:
         if self.is_method(word, left, right, start):
             return
         both = _NUMBER_AND_FLAGS.fullmatch(word)
+        if both and self.head == "sed" and both[1] == "1":
+            return  # the address of the first line is a place, never text
         if both and self.head in ("sed", "sort"):
             end = start + both.end(1)
         yield start, end
@@ -186,6 +188,8 @@ class _Reader:
             return word in AWK_WORDS or (single and bool(self.quote) and left != '"')
         if self.head in ("head", "tail") and word in ("1", "2"):
             return word == "1" or left == "+"  # "the first", "all but the first": never part of the output
+        if self.head == "truncate" and word == "0":
+            return True
         if self.head in ("sed", "sort") and left == ">" and self.command[:start].endswith(HOLE):
             return len(word) <= 2
         if self.head == "sed" and single:

@@ -79,25 +79,40 @@ _PATH = re.compile(
     r"(?<![\w*./~-])(?:(?:~|\.\.?)?/)?(?:[\w.-]+/)*[\w-]*(?:\.[A-Za-z]\w{0,7})+(?![\w*])|(?<![\w*.])/[\w/-]+\w"
 )
 _NAMED = re.compile(r"\b(?:directory|folder|file|script|link|archive|called|named)\s+([\w-]+)(?=[\s.,;]|$)")
+_OBJECT = r"\s+(?:the\s+)?(?:file\s+)?['\"`]?$"
+_TARGET = re.compile(rf"\b(?:to|into|as|called|named){_OBJECT}", re.IGNORECASE)
+_GONE = re.compile(rf"\b(?:move|rename|delete|remove){_OBJECT}", re.IGNORECASE)
 _INPUT = re.compile(
-    r"\b(?:of|from|using|than|with|like|read|reads|move|copy|rename|sort|count|delete|remove|reverse)\s+(?:the\s+)?"
-    r"(?:file\s+)?['\"`]?$",
-    re.IGNORECASE,
+    rf"\b(?:of|from|using|than|with|like|after|read|reads|copy|sort|count|reverse){_OBJECT}", re.IGNORECASE
 )
 
 
-def artifacts(instruction: str) -> list[str]:
-    """Paths that the instruction asks for, in its order: file names that it does not only read.
+def _sentence_artifacts(sentence: str) -> list[str]:
+    paths = [
+        (path[0], sentence[: path.start()])
+        for path in _PATH.finditer(sentence)
+        if path[0] not in ("e.g", "i.e")
+        and not (path[0][0] == "." and re.match(r"\s+files?\b", sentence[path.end() :]))
+    ]
+    left = [(path, before) for path, before in paths if not _GONE.search(before)]
+    targets = [path for path, before in left if _TARGET.search(before)]
+    return (
+        targets or [path for path, before in left if not _INPUT.search(before)] or [path for path, _ in left]
+    )
 
-    `artifacts("Sort alpha.txt into beta.txt.")` is `["beta.txt"]`. Without any file name, the names
-    after words such as `directory` or `called`.
+
+def artifacts(instruction: str) -> list[str]:
+    """Paths that the instruction asks for, in its order, sentence by sentence: the file names after
+    words such as `into`, else those that it does not only read. Without any file name, the names after
+    words such as `directory` or `called`.
+
+    `artifacts("Sort alpha.txt into beta.txt.")` is `["beta.txt"]`.
     """
-    paths = [(m[0], bool(_INPUT.search(instruction[: m.start()]))) for m in _PATH.finditer(instruction)]
-    paths = [(p, read) for p, read in paths if p not in ("e.g", "i.e")]
-    written = list(dict.fromkeys(p for p, read in paths if not read))
-    if written or paths:
-        return written or list(dict.fromkeys(p for p, _ in paths))
-    return list(dict.fromkeys(m[1] for m in _NAMED.finditer(instruction) if m[1] not in PROSE))
+    sentences = re.split(r"(?<=[.!?])\s+|\n", instruction)
+    found = [path for sentence in sentences for path in _sentence_artifacts(sentence)]
+    if not found and not _PATH.search(instruction):
+        found = [m[1] for m in _NAMED.finditer(instruction) if m[1].lower() not in PROSE]
+    return list(dict.fromkeys(found))
 
 
 def _located(artifact: str, commands: Sequence[str], known: frozenset[str]) -> str:
@@ -125,7 +140,9 @@ def plan(
     goal = re.split(r"(?<=[.!?])\s|\n", instruction.strip(), maxsplit=1)[0]
     refused = {o.split(": ", 1)[1] for o in objections if ": " in o}
     wanted = [_located(a, commands, known) for a in artifacts(instruction)]
-    wanted = [a for a in wanted if a not in refused]
+    gone = r"(?:^|[;&]\s*)(?:mv|rm)(?:\s+-\w+)*\s+(\S+)"
+    moved = {path for command in commands for path in re.findall(gone, command)}
+    wanted = [a for a in wanted if a not in refused and a not in moved]
     too_long = "over one page" in objections
     steps = [generalise(c, instruction) for c in commands if not (too_long and _LOOKS.fullmatch(c))]
     steps = [s for s in steps if not refused & set(WORD.findall(s))]
