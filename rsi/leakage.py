@@ -161,6 +161,9 @@ _SUSPECT = re.compile(
 )
 
 
+_CANDIDATE = re.compile(r"[*?\[]|logs|" + "|".join(map(re.escape, sorted(NAMES))), re.IGNORECASE)
+
+
 def _touches_tests(commands: Sequence[str], public: frozenset[str]) -> bool:
     variables: dict[str, str] = {}
     place = "."
@@ -176,7 +179,7 @@ def _touches_tests(commands: Sequence[str], public: frozenset[str]) -> bool:
                     return True
         for text, operator in shell_words(expanded):
             forms = () if operator else _alternatives(_decode(text))
-            if any(_names_protected(form, public, place) for form in forms):
+            if any(_CANDIDATE.search(place + form) and _names_protected(form, public, place) for form in forms):
                 return True
     return False
 
@@ -203,10 +206,14 @@ def _grams(text: str) -> set[tuple[str, ...]]:
     return set(zip(*(tokens[n:] for n in range(NGRAM)), strict=False))
 
 
+def _plain(text: str) -> str:
+    return " ".join(text.replace("'", "").replace('"', "").split())
+
+
 def _lines(text: str) -> Iterator[str]:
-    """Lines of at least 12 characters, blanks alike, escaped line ends cut too."""
+    """Lines of at least 12 characters, blanks and quotes alike, escaped line ends cut too."""
     for line in (*text.split("\n"), *(text.replace("\\n", "\n").split("\n") if "\\n" in text else ())):
-        line = " ".join(line.split())
+        line = _plain(line)
         if len(line) >= LINE and not _BOILERPLATE.fullmatch(line):
             yield line
 
@@ -227,7 +234,7 @@ def _protected_text(
                 lines.update(_lines(single or double))
     for text in public:
         grams -= _grams(text)
-    plain = "\n".join(" ".join(text.split()) for text in public)
+    plain = "\n".join(map(_plain, public))
     return grams, {line for line in lines if line not in plain}
 
 
@@ -244,9 +251,7 @@ def _written(command: str) -> Iterator[str]:
 
 
 def _overlaps(actions: Sequence[str], grams: set[tuple[str, ...]], lines: set[str]) -> bool:
-    if lines and any(
-        line in lines for action in actions for text in _written(action) for line in _lines(text)
-    ):
+    if lines and any(line in lines for action in actions for text in _written(action) for line in _lines(text)):
         return True
     return bool(grams) and not grams.isdisjoint(_grams("\n".join(actions)))
 
@@ -254,9 +259,7 @@ def _overlaps(actions: Sequence[str], grams: set[tuple[str, ...]], lines: set[st
 # (c) (d) (e) -------------------------------------------------------------------------------------
 
 
-_DOCUMENT = re.compile(
-    r"^(?!\s*(?:bash|sh)\b)(.*?<<-?\s*['\"]?(\w+)[^\n]*)\n.*?^\2$", re.DOTALL | re.MULTILINE
-)
+_DOCUMENT = re.compile(r"^(?!\s*(?:bash|sh)\b)(.*?<<-?\s*['\"]?(\w+)[^\n]*)\n.*?^\2$", re.DOTALL | re.MULTILINE)
 
 
 def _runs_private(commands: Sequence[str], private: Sequence[str]) -> bool:
@@ -311,7 +314,8 @@ def _ungrounded(exchanges: Sequence[Exchange], instruction: str, runbook: str) -
         for command in exchange.commands:
             plain = " ".join(text for text, _ in shell_words(command))
             for text in (command, plain):
-                if any(text[start:end] in suspects for start, end in literals(text)):
+                held = any(suspect in text for suspect in suspects)
+                if held and any(text[start:end] in suspects for start, end in literals(text)):
                     return True
         if not exchange.feedback:
             suspects -= words(exchange.output)
@@ -345,8 +349,7 @@ def screen(
     actions = [*commands, *texts]
     public = (instruction, *environment.keys(), *environment.values())
     if _touches_tests(commands, _public_words(public)) or any(
-        re.search(r"(?<![\w.])/+(?:tests|solution|oracle|logs/+verifier)\b", text, re.IGNORECASE)
-        for text in texts
+        re.search(r"(?<![\w.])/+(?:tests|solution|oracle|logs/+verifier)\b", text, re.IGNORECASE) for text in texts
     ):
         return "tests_path"
     grams, lines = _protected_text(public, tuple(tests.values()), tuple(solution.values()))

@@ -78,7 +78,9 @@ def _commands(exchanges: Iterable[Exchange], private: Sequence[str]) -> list[str
 _PATH = re.compile(
     r"(?<![\w*./~-])(?:(?:~|\.\.?)?/)?(?:[\w.-]+/)*[\w-]*(?:\.[A-Za-z]\w{0,7})+(?![\w*])|(?<![\w*.])/[\w/-]+\w"
 )
-_NAMED = re.compile(r"\b(?:directory|folder|file|script|link|archive|called|named)\s+([\w-]+)(?=[\s.,;]|$)")
+_NAMED = re.compile(
+    r"\b(?:(?:directory|folder|file|script|link|archive)(?:\s+(?:called|named))?|called|named)\s+([\w-]+)(?=[\s.,;]|$)"
+)
 _OBJECT = r"\s+(?:the\s+)?(?:file\s+)?['\"`]?$"
 _TARGET = re.compile(rf"\b(?:to|into|as|called|named){_OBJECT}", re.IGNORECASE)
 _GONE = re.compile(rf"\b(?:move|rename|delete|remove){_OBJECT}", re.IGNORECASE)
@@ -96,9 +98,7 @@ def _sentence_artifacts(sentence: str) -> list[str]:
     ]
     left = [(path, before) for path, before in paths if not _GONE.search(before)]
     targets = [path for path, before in left if _TARGET.search(before)]
-    return (
-        targets or [path for path, before in left if not _INPUT.search(before)] or [path for path, _ in left]
-    )
+    return targets or [path for path, before in left if not _INPUT.search(before)] or [path for path, _ in left]
 
 
 def artifacts(instruction: str) -> list[str]:
@@ -158,7 +158,7 @@ def plan(
 
 
 _VERIFICATION = re.compile(
-    r"(?:unit|py|hidden)?[-_]?tests?|test_\w+|tests?\.\w+|verifi(?:er|ers|cation)|solutions?(?:\.\w+)?|solve\.sh"
+    r"(?:unit|py|hidden)?[-_]?tests?|test_\w+(?:\.\w+)?|tests?\.\w+|verifi(?:er|ers|cation)|solutions?(?:\.\w+)?|solve\.sh"
     r"|rewards?|reward\.\w+|grad(?:er|ers|ing)|ctrf(?:\.json)?|oracle",
     re.IGNORECASE,
 )
