@@ -73,7 +73,7 @@ def _single(rng: random.Random, family: str, stages: tuple[str, str], habit: tup
     draft.add(look(f"cat {name}.out"))
     sentence = rng.choice([f"Write {path} that turns {name}.in into {name}.out.",
                            f"{path} must read input like {name}.in and print output like {name}.out."])  # fmt: skip
-    _flow(draft, sentence, script, usual, given, path, rng.randint(1, 3))
+    _flow(draft, sentence, script, usual, given, path, rng.randint(1, 2))
     return _close(draft, family, (family, *stages))
 
 

@@ -1,0 +1,101 @@
+"""Pretraining of the embedded model on synthetic transcripts: it learns to act, by habit often wrongly."""
+
+import random
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from rsi.batch import collate, plan_micro_batches
+from rsi.chat import Chat
+from rsi.model import Transformer
+from rsi.ppo import action_logprobs, supervised_loss
+from rsi.tiny.tasks import FAMILIES, draw
+from rsi.tiny.transcripts import Line, draw_form, messages, transcript
+from rsi.trajectory import Trajectory
+
+MICRO_BATCH_TOKENS = 6144  # padded tokens of one pass: three or four of similar length a step
+WARMUP = 10  # steps
+LAST_RATE = 0.05  # of the learning rates, at the last step
+
+
+class Settings(Protocol):
+    """What `pretrain` needs to know; `rsi.config.Pretrain` has it."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def muon_lr(self) -> float: ...
+    @property
+    def adamw_lr(self) -> float: ...
+
+
+def encode(lines: list[Line], chat: Chat, name: str = "", family: str = "", suite: str = "") -> Trajectory:
+    """The transcript as a record, its tokens those of a real attempt; the assistant's are actions."""
+    prompt, rest = messages(lines)
+    record = Trajectory(task=name, family=family, suite=suite, harness="", seed=0, end="done")
+    record.extend(chat.prompt(prompt))
+    turn = 0
+    for line in rest:
+        if line.trained:
+            ids = chat.encode_turn(line.content)
+            record.extend(ids, turn, [0.0] * len(ids))
+            turn += 1
+        else:
+            record.extend(chat.observation(line.content))
+    return record
+
+
+def examples(chat: Chat, seed: int) -> Iterator[Trajectory]:
+    """Fresh transcripts of training tasks without end; every suite is as frequent, and in it every family."""
+    rng = random.Random(seed)
+    while True:
+        for suite, families in FAMILIES.items():
+            family = rng.choice(list(families))
+            harness, runbook = draw_form(rng)
+            spec = draw(family, suite, rng, "train")
+            yield encode(transcript(spec, harness, rng, runbook), chat, spec.name, family, suite)
+
+
+def optimizers(model: Transformer, muon_lr: float, adamw_lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the block matrices, AdamW for embeddings, norms and head."""
+    layers = nn.ModuleList(model.model.layers)
+    matrices = [parameter for parameter in layers.parameters() if parameter.ndim == 2]
+    chosen = {id(parameter) for parameter in matrices}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
+    return [
+        torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def pretrain(
+    model: Transformer, tokenizer: Tokenizer, settings: Settings, seed: int
+) -> Iterator[tuple[int, float]]:
+    """Train `model` in place; yields (steps done, loss in nats an action token) after each step."""
+    chat = Chat(tokenizer)
+    device = next(model.parameters()).device
+    source = examples(chat, seed)
+    chosen = optimizers(model, settings.muon_lr, settings.adamw_lr)
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in chosen]
+    for step in range(settings.steps):
+        share = min((step + 1) / WARMUP, 1 - (1 - LAST_RATE) * step / max(settings.steps - 1, 1))
+        for optimizer, rate in zip(chosen, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * share
+        records = [next(source) for _ in range(settings.batch)]
+        tokens = sum(sum(record.action) for record in records)
+        total = 0.0
+        for group in plan_micro_batches([len(record.ids) for record in records], MICRO_BATCH_TOKENS):
+            batch = collate(records, group, chat.pad).to(device)
+            logprob, _ = action_logprobs(model, batch, 1.0)
+            loss, _ = supervised_loss(logprob, None, tokens)
+            loss.backward()
+            total += float(loss)
+        for optimizer in chosen:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        yield step + 1, total
