@@ -84,27 +84,30 @@ _NAMED = re.compile(
 _OBJECT = r"\s+(?:the\s+)?(?:file\s+)?['\"`]?$"
 _TARGET = re.compile(rf"\b(?:to|into|as|called|named){_OBJECT}", re.IGNORECASE)
 _GONE = re.compile(rf"\b(?:move|rename|delete|remove){_OBJECT}", re.IGNORECASE)
+_MADE = re.compile(rf"\b(?:write|create|make|build|and){_OBJECT}", re.IGNORECASE)
+_TELLS = re.compile(r"\s+(?:names|says|holds|contains|lists|has|tells|describes|gives|shows)\b")
 _INPUT = re.compile(
     rf"\b(?:of|from|using|than|with|like|after|read|reads|copy|sort|count|reverse){_OBJECT}", re.IGNORECASE
 )
 
 
 def _sentence_artifacts(sentence: str) -> list[str]:
-    paths = [
-        (path[0], sentence[: path.start()])
-        for path in _PATH.finditer(sentence)
-        if path[0] not in ("e.g", "i.e")
-        and not (path[0][0] == "." and re.match(r"\s+files?\b", sentence[path.end() :]))
-    ]
-    left = [(path, before) for path, before in paths if not _GONE.search(before)]
-    targets = [path for path, before in left if _TARGET.search(before)]
-    return targets or [path for path, before in left if not _INPUT.search(before)] or [path for path, _ in left]
+    paths = []
+    for match in _PATH.finditer(sentence):
+        path, before, after = match[0], sentence[: match.start()], sentence[match.end() :]
+        suffix = path[0] == "." and re.match(r"\s+files?\b", after)
+        if path not in ("e.g", "i.e") and not suffix and not _GONE.search(before):
+            paths.append((path, before, after))
+    described = [p for p, before, after in paths if _MADE.search(before) and re.match(r",?\s+(?:that|which)\b", after)]
+    targets = [p for p, before, _ in paths if _TARGET.search(before)]
+    free = [p for p, before, after in paths if not _INPUT.search(before) and not _TELLS.match(after)]
+    return described or targets or free or [p for p, _, after in paths if not _TELLS.match(after)]
 
 
 def artifacts(instruction: str) -> list[str]:
     """Paths that the instruction asks for, in its order, sentence by sentence: the file names after
-    words such as `into`, else those that it does not only read. Without any file name, the names after
-    words such as `directory` or `called`.
+    words such as `into` (or made to do something: `Write a.sh that ...`), else those that it does not
+    only read. Without any file name, the names after words such as `directory` or `called`.
 
     `artifacts("Sort alpha.txt into beta.txt.")` is `["beta.txt"]`.
     """
@@ -150,7 +153,7 @@ def plan(
         steps = steps[: MAX_LINES - 8]
         while len("\n".join(steps)) + 5 * len(steps) + len(goal) + 300 > MAX_CHARACTERS and steps:
             steps.pop()
-    checkpoint = " ".join(wanted) + (" exists" if len(wanted) == 1 else " exist") if wanted else "no error"
+    checkpoint = f"{wanted[-1]} exists" if wanted else "no error"
     lines = ["# Runbook", f"Goal: {goal}", "Steps:"]
     lines += [f"{n}. {step}" for n, step in enumerate(steps, 1)]
     lines += [f"Checkpoints: {checkpoint}", "Recovery: read the error and correct the command"]

@@ -181,6 +181,9 @@ def test_words_of_the_instruction_are_no_mention_but_protected_directories_are()
         ("Delete all .tmp files in dune.", []),
         ("Make the folder fern/moss.", []),
         ("Make a folder called moss.", ["moss"]),
+        ("Write oak.sh that turns ivy.in into ivy.out.", ["oak.sh"]),
+        ("Write oak.sh, which turns a.in into a.out, and elm.sh that turns a.in into b.out.", ["oak.sh", "elm.sh"]),
+        ("README.md names the main config. Set limit to 7 there.", []),
         ("Put the sum (e.g. 3.5) of x.csv into /app/out/sum.txt", ["/app/out/sum.txt"]),
     ],
 )
