@@ -54,13 +54,13 @@ class ModelConfig:
 
         Raises ValueError, naming what was found and what is supported, for another architecture.
         """
-        rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        rope = (values.get("rope_parameters") or {}) | (values.get("rope_scaling") or {})
         supported = {
             "model_type": (values.get("model_type"), "qwen3"),
             "hidden_act": (values.get("hidden_act", "silu"), "silu"),
             "attention_bias": (bool(values.get("attention_bias")), False),
             "use_sliding_window": (bool(values.get("use_sliding_window")), False),
-            "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
+            "rope_type": (rope.get("type") or rope.get("rope_type", "default"), "default"),
             "quantization_config": (values.get("quantization_config"), None),
         }
         for name, (found, wanted) in supported.items():
@@ -179,6 +179,7 @@ def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 
