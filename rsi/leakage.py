@@ -45,7 +45,7 @@ _PIECE = re.compile(
 )
 _QUOTED = re.compile(r"""(\$?)'([^']*)'|\$?"((?:[^"\\]|\\.)*)"|\\(.)""", re.DOTALL)
 _CODE = re.compile(r"\\x([0-9a-fA-F]{1,2})|\\0?([0-7]{2,3})")
-_OPENS = frozenset("if then else elif while until do ! { sudo env time xargs nohup exec command".split())
+_OPENS = frozenset("if then else elif while until do ! { sudo env time timeout nice xargs nohup exec command".split())
 
 
 def _decode(text: str) -> str:

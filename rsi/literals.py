@@ -195,17 +195,20 @@ class _Reader:
         if self.head == "sed" and single:
             opens = left in ("", "'", '"', " ", ";", "{", "^") or left.isdigit()
             closes = right in ("", "'", '"', " ", ";", "}")
-            return (word in "sy" and opens and right in "/|#,:!") or (
-                word in "gpdIq" and closes and left in "/|#,:!$"
-            )
+            return (word in "sy" and opens and right in "/|#,:!") or (word in "gpdIq" and closes and left in "/|#,:!$")
         if self.head == "chmod" and left in "+-=":
             return word in ("r", "w", "x", "rw", "rx", "rwx")
         return self.head == "find" and word in "fdl" and self.command[:start].endswith("-type ")
 
 
+@lru_cache(maxsize=65536)
+def _spans(command: str) -> tuple[tuple[int, int], ...]:
+    return tuple(_Reader(command).spans())
+
+
 def literals(command: str, known: frozenset[str] = frozenset()) -> list[tuple[int, int]]:
     """Spans of the words of `command` that are neither method nor in `known`."""
-    return [(start, end) for start, end in _Reader(command).spans() if command[start:end] not in known]
+    return [(start, end) for start, end in _spans(command) if command[start:end] not in known]
 
 
 def generalise(command: str, instruction: str) -> str:

@@ -170,6 +170,8 @@ def test_overlap_needs_a_whole_line_or_eight_tokens_absent_from_public_text() ->
         ("X=1 sub''mit", "private"),
         ("/usr/bin/submit", "private"),
         ("sudo -E submit", "private"),
+        ("timeout 5 submit", "private"),
+        ("bash <<EOF\nsubmit\nEOF", "private"),
         ("bash -c 'ls; submit'", "private"),
         ("if true; then submit; fi", "private"),
         ("state save note", "private"),
