@@ -1,0 +1,354 @@
+# ruff: noqa: PTH  (pathlib would double the start-up of this process)
+"""The small process behind the local backend; run by `local.py`, imports only the standard library.
+
+It is exec'd once from the (large) caller, gives up root for good, enters a user and mount namespace of its
+own and builds the read-only system tree that every sandbox shares. For each sandbox it clones a child into
+fresh user, mount, pid, ipc, uts and net namespaces; that child is process 1 of the sandbox and serves the
+caller over one socket. The agent's shell runs one user namespace further down, as an unprivileged uid
+without capabilities, and may create no namespaces itself. When the caller dies, everything here dies.
+"""
+
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import platform
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+from typing import Any
+
+UID = 61000  # the host uid taken by a caller that is root; in the range systemd leaves unused
+NEWNS, NEWUTS, NEWIPC = 0x20000, 0x4000000, 0x8000000
+NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
+NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 2, 4, 32, 4096, 16384, 1 << 18
+READ_ONLY = 1
+DETACH = 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
+MOUNT_SETATTR = 442
+CLONE, PIVOT_ROOT = {"x86_64": (56, 155), "aarch64": (220, 41)}.get(platform.machine(), (0, 0))
+SYSTEM_LINKS = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
+MASKED = ("usr/local", "usr/src")  # may hold the host's own programs and this project
+DEVICES = ("null", "zero", "full", "random", "urandom")
+DIRECTORIES = ("usr", "etc", "dev", "proc", "tmp", "run", "run/shm", "var", "var/tmp", "var/log", "root", "home",
+               "home/agent", "opt", "srv", "mnt", ".old")
+PASSWD = "root:x:0:0:root:/root:/bin/bash\nagent:x:1000:1000:agent:/home/agent:/bin/bash\n" \
+         "nobody:x:65534:65534:nobody:/nonexistent:/bin/false\n"
+GROUP = "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n"
+HOSTS = "127.0.0.1 localhost\n127.0.0.1 sandbox\n"
+
+libc = ctypes.CDLL(None, use_errno=True)
+python = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter lock: a clone must not race for it
+python.syscall.restype = ctypes.c_long
+
+
+def check(result: int, what: str) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    check(libc.mount(source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags),
+                     options.encode()), f"mount {target}")
+
+
+def pivot(root: str, old: str) -> None:
+    """Make `root` the root directory and let go of the old tree, which `old` (under `root`) held."""
+    check(libc.syscall(PIVOT_ROOT, root.encode(), f"{root}{old}".encode()), "pivot_root")
+    os.chdir("/")
+    check(libc.umount2(old.encode(), DETACH), "umount")
+
+
+def read_only(path: str, recursive: bool) -> None:
+    attributes = struct.pack("QQQQ", 1 | 2 | 4, 0, 0, 0)  # MOUNT_ATTR_RDONLY | NOSUID | NODEV
+    check(libc.syscall(MOUNT_SETATTR, -100, path.encode(), 0x8000 if recursive else 0, attributes,
+                       len(attributes)), f"mount_setattr {path}")
+
+
+def write(path: str, text: str | bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    os.write(descriptor, text.encode() if isinstance(text, str) else text)
+    os.close(descriptor)
+
+
+def map_user(inside: int, outside: int) -> None:
+    """Map one uid and gid of this process's new user namespace."""
+    write("/proc/self/setgroups", "deny")
+    write("/proc/self/uid_map", f"{inside} {outside} 1")
+    write("/proc/self/gid_map", f"{inside} {outside} 1")
+
+
+def build_template() -> None:
+    """Enter a tree that holds the system directories read-only, a private /etc, five devices and /proc."""
+    root = "/tmp"
+    mount("none", "/", None, REC | PRIVATE)
+    mount("tmpfs", root, "tmpfs", NOSUID | NODEV, "size=8m,mode=755")
+    for name in ("usr", "etc", "dev", "proc", "new"):
+        os.mkdir(f"{root}/{name}", 0o755)
+    mount("/usr", f"{root}/usr", None, BIND | REC)
+    for name in SYSTEM_LINKS:
+        if os.path.islink(f"/{name}"):
+            os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
+        elif os.path.isdir(f"/{name}"):
+            os.mkdir(f"{root}/{name}")
+            mount(f"/{name}", f"{root}/{name}", None, BIND | REC)
+            read_only(f"{root}/{name}", True)
+    read_only(f"{root}/usr", True)
+    for name in MASKED:
+        if os.path.isdir(f"{root}/{name}"):
+            mount("tmpfs", f"{root}/{name}", "tmpfs", READ_ONLY | NOSUID | NODEV, "size=4k,mode=755")
+    for name in DEVICES:
+        write(f"{root}/dev/{name}", "")
+        mount(f"/dev/{name}", f"{root}/dev/{name}", None, BIND)
+    for name, target in (("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1"),
+                         ("stderr", "/proc/self/fd/2"), ("shm", "/run/shm")):
+        os.symlink(target, f"{root}/dev/{name}")
+    for name, text in (("passwd", PASSWD), ("group", GROUP), ("hosts", HOSTS), ("hostname", "sandbox\n"),
+                       ("nsswitch.conf", "passwd: files\ngroup: files\nhosts: files\n")):
+        write(f"{root}/etc/{name}", text)
+    if os.path.exists("/etc/ld.so.cache"):
+        with open("/etc/ld.so.cache", "rb") as cache:
+            write(f"{root}/etc/ld.so.cache", cache.read())
+    if os.path.isdir("/etc/alternatives"):
+        os.mkdir(f"{root}/etc/alternatives", 0o755)
+        for name in os.listdir("/etc/alternatives"):
+            if os.path.islink(f"/etc/alternatives/{name}"):
+                os.symlink(os.readlink(f"/etc/alternatives/{name}"), f"{root}/etc/alternatives/{name}")
+    mount("/proc", f"{root}/proc", None, BIND | REC)  # the kernel allows a new /proc only where one is seen
+    read_only(root, False)
+    pivot(root, "/new")
+
+
+def hide_arguments() -> None:
+    """Blank this process's command line: process 1 of a sandbox must not show the host's paths."""
+    with open("/proc/self/stat", "rb") as stat:
+        fields = stat.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    ctypes.memset(start, 0, end - start)
+    libc.prctl(15, b"init", 0, 0, 0)
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    owner = os.pidfd_open(os.getppid())
+    os.umask(0o022)
+    try:
+        if not CLONE:
+            raise OSError(f"machine {platform.machine()} is not supported")
+        write("/proc/self/oom_score_adj", "1000")  # the kernel must kill here before it kills the trainer
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setresgid(UID, UID, UID)
+            os.setresuid(UID, UID, UID)
+            libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+        user, group = os.getuid(), os.getgid()
+        check(libc.unshare(NEWUSER | NEWNS), "unshare")
+        write("/proc/self/setgroups", "deny")
+        write("/proc/self/uid_map", f"0 {user} 1")
+        write("/proc/self/gid_map", f"0 {group} 1")
+        build_template()
+        hide_arguments()
+    except OSError as error:
+        control.send(f"{error}".encode())
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the caller closes us
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    control.send(b"ok")
+    poll = select.poll()
+    poll.register(control.fileno(), select.POLLIN)
+    poll.register(owner, select.POLLIN)
+    while True:
+        if any(descriptor == owner for descriptor, _ in poll.poll()):
+            return
+        message, descriptors, _, _ = socket.recv_fds(control, 16, 1, socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            return
+        python.PyOS_BeforeFork()
+        flags = NEWUSER | NEWNS | NEWPID | NEWIPC | NEWUTS | NEWNET | signal.SIGCHLD
+        child = python.syscall(CLONE, ctypes.c_ulong(flags), None, None, None, None)
+        if child == 0:
+            python.PyOS_AfterFork_Child()
+            control.close()
+            os.close(owner)
+            try:
+                Init(socket.socket(fileno=descriptors[0])).serve()
+            finally:
+                os._exit(1)
+        python.PyOS_AfterFork_Parent()
+        os.close(descriptors[0])
+
+
+class Init:
+    """Process 1 of one sandbox: builds its tree, starts processes, dies with the caller's socket."""
+
+    def __init__(self, caller: socket.socket):
+        self.caller = caller
+        self.shell = 0  # process id of the agent's shell
+        self.waited = 0  # process id of the root process the caller waits for
+        self.namespaces = 0
+        self.settings: dict[str, Any] = {}
+        self.pipes: tuple[int, int] = (-1, -1)
+
+    def serve(self) -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        message, blob = self.receive()
+        try:
+            self.build(message)
+            self.place(message["files"], blob)
+            command_in, output_out = os.pipe()
+            output_in, command_out = os.pipe()
+            self.pipes = (command_in, command_out)
+            signal.signal(signal.SIGCHLD, self.reap)
+            reply = json.dumps({"ok": True}).encode()
+            descriptors = [os.open("/", os.O_PATH | os.O_DIRECTORY), os.pidfd_open(os.getpid()), output_out, output_in]
+            socket.send_fds(self.caller, [struct.pack(">I", len(reply)) + reply], descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if message["agent"]:
+                self.start_shell("0")
+            else:
+                self.waited = self.start(message["arguments"], self.pipes, agent=False)
+                os.close(command_in)
+                os.close(command_out)
+        except OSError as error:
+            self.send({"error": f"{error}"})
+            return
+        while True:
+            message, blob = self.receive()
+            try:
+                if message["op"] == "files":
+                    self.place(message["files"], blob)
+                elif message["op"] == "run":
+                    null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+                    self.waited = self.start(message["arguments"], (null, null), agent=False)
+                    os.close(null)
+                    continue
+                self.send({"ok": True})
+            except OSError as error:
+                self.send({"error": f"{error}"})
+
+    def receive(self) -> tuple[dict[str, Any], bytes]:
+        header, blob = struct.unpack(">II", self.read(8))
+        return json.loads(self.read(header)), self.read(blob)
+
+    def read(self, count: int) -> bytes:
+        parts = []
+        while count:
+            part = self.caller.recv(min(count, 1 << 20))
+            if not part:
+                os._exit(0)
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def send(self, message: dict[str, Any]) -> None:
+        body = json.dumps(message).encode()
+        self.caller.sendall(struct.pack(">I", len(body)) + body)
+
+    def reap(self, *_: Any) -> None:
+        while True:
+            try:
+                child, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if child == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            code = code if code >= 0 else 128 - code
+            if child == self.shell:
+                self.start_shell(str(code))
+            elif child == self.waited:
+                self.send({"exit": code})
+
+    def build(self, message: dict[str, Any]) -> None:
+        """Enter the sandbox's own tree: one writable tmpfs, everything else from the template."""
+        self.settings = message
+        map_user(0, 0)
+        options = f"size={message['disk_mb']}m,nr_inodes=32768,mode=755"
+        mount("tmpfs", "/new", "tmpfs", NOSUID | NODEV, options)
+        for name in DIRECTORIES:
+            os.mkdir(f"/new/{name}", 0o755)
+        for name in ("tmp", "var/tmp", "run/shm"):
+            os.chmod(f"/new/{name}", 0o1777)
+        for name in ("usr", "etc", "dev"):
+            mount(f"/{name}", f"/new/{name}", None, BIND | REC)
+        for name in SYSTEM_LINKS:
+            if os.path.islink(f"/{name}"):
+                os.symlink(os.readlink(f"/{name}"), f"/new/{name}")
+            elif os.path.isdir(f"/{name}"):
+                os.mkdir(f"/new/{name}")
+                mount(f"/{name}", f"/new/{name}", None, BIND | REC)
+        mount("proc", "/new/proc", "proc", NOSUID | NODEV | 8)
+        pivot("/new", "/.old")
+        os.rmdir("/.old")
+        check(libc.sethostname(b"sandbox", 7), "sethostname")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as loopback:
+            fcntl.ioctl(loopback, 0x8914, struct.pack("16sH14x", b"lo", 0x49))  # SIOCSIFFLAGS: up, running
+        write("/proc/sys/user/max_user_namespaces", "0")
+
+    def place(self, files: list[list[Any]], blob: bytes) -> None:
+        """Write the files, in order; each is [path, size or -1 for a directory, mode, modification time]."""
+        offset = 0
+        for path, size, mode, mtime in files:
+            if size < 0:
+                os.makedirs(path, exist_ok=True)
+            else:
+                parent = os.path.dirname(path)
+                if not os.path.isdir(parent):
+                    os.makedirs(parent)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                descriptor = os.open(path, flags, 0o600)
+                with open(descriptor, "wb", buffering=0) as target:
+                    view = memoryview(blob)[offset:offset + size]
+                    while view:
+                        view = view[target.write(view):]
+                offset += size
+                os.utime(path, (mtime, mtime))
+            os.chmod(path, mode)
+        for path, size, _, mtime in files:
+            if size < 0:  # after the files, whose making changes it
+                os.utime(path, (mtime, mtime))
+
+    def start_shell(self, last: str) -> None:
+        """Start the agent's shell; `last` is how the one before it ended."""
+        self.namespaces += 1
+        write("/proc/sys/user/max_user_namespaces", str(self.namespaces))
+        self.shell = self.start([*self.settings["arguments"], last], self.pipes, agent=True)
+
+    def start(self, arguments: list[str], pipes: tuple[int, int], agent: bool) -> int:
+        child = os.fork()
+        if child:
+            return child
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            os.setsid()
+            os.dup2(pipes[0], 0)
+            os.dup2(pipes[1], 1)
+            os.dup2(pipes[1], 2)
+            for name, value in self.settings["limits"].items():
+                resource.setrlimit(getattr(resource, name), (value, value))
+            if agent:
+                check(libc.unshare(NEWUSER), "unshare")
+                map_user(1000, 0)
+            libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+            os.chdir(self.settings["workdir"])
+            os.execve(arguments[0], arguments, self.settings["environment"])
+        except OSError as error:
+            os.write(2, f"sandbox: {error}\n".encode())
+        finally:
+            os._exit(127)
+
+
+if __name__ == "__main__":
+    main()

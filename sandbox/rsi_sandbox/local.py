@@ -1,0 +1,397 @@
+"""The local backend: Linux namespaces, no daemon. What it isolates and what it does not: see the README."""
+
+import json
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, Self
+
+from . import shell
+from .records import (
+    AGENT_PROCESSES,
+    ARTIFACT_BYTES,
+    ARTIFACT_DEPTH,
+    ARTIFACT_FILES,
+    DISK_MB,
+    REPORT_BYTES,
+    File,
+    Grade,
+    Result,
+    SandboxError,
+    TaskError,
+)
+from .task import Task, read_folder
+
+HOME = "/home/agent"
+_ANSWER_SECONDS = 60.0
+_NO_FOLLOW = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class LocalBackend:
+    """Starts sandboxes through one small helper process, begun here; at most `starts` are being built at once."""
+
+    kind = "local"
+
+    def __init__(self, reason: str, starts: int):
+        self.reason = reason
+        self._starts = threading.BoundedSemaphore(starts)
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        program = Path(__file__).with_name("_spawner.py")
+        with theirs:
+            self._spawner = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(program), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={"LC_ALL": "C"}, cwd="/",
+            )
+        self._control.settimeout(_ANSWER_SECONDS)
+        answer = self._control.recv(4096).decode()
+        if answer != "ok":
+            self.close()
+            raise SandboxError(
+                f"the local sandbox needs user namespaces, which this kernel refuses ({answer or 'helper died'}): "
+                "use --sandbox docker"
+            )
+
+    def start(self, task: Task) -> "LocalSandbox":
+        """A sandbox with the task's environment and the agent's shell in its working directory."""
+        variables = shell.environment(dict(task.variables), HOME)
+        arguments = [*shell.SHELL, shell.driver(task.workdir, variables), "bash"]
+        return self._build(task, task.environment, arguments, variables, task.agent_timeout, agent=True)
+
+    def grade(self, task: Task, artifacts: Sequence[File]) -> Grade:
+        """Run the task's tests in a clean environment that holds `artifacts` in place of the artifact paths."""
+        kept = [file for file in task.environment if not _below(file.path, task.artifacts)]
+        tests = [File("/logs/verifier", None, 0o755), File("/tests", None, 0o755)]
+        files = [*kept, *artifacts, *tests, *read_folder(task.folder / "tests", "/tests")]
+        variables = shell.environment(dict(task.variables), "/root")
+        arguments = ["/bin/bash", "/tests/test.sh"]
+        sandbox = self._build(task, files, arguments, variables, task.verifier_timeout, agent=False)
+        try:
+            output = sandbox.wait(task.verifier_timeout)
+            sandbox.stop()
+            reward = sandbox.fetch("/logs/verifier/reward.txt", REPORT_BYTES)
+            return Grade(reward, sandbox.fetch("/logs/verifier/ctrf.json", REPORT_BYTES), output)
+        finally:
+            sandbox.close()
+
+    def _build(self, task: Task, files: Iterable[File], arguments: list[str], variables: dict[str, str],
+               seconds: float, agent: bool) -> "LocalSandbox":
+        if task.docker_only:
+            raise TaskError(task.docker_only)
+        megabytes = 1 << 20
+        message = {
+            "agent": agent,
+            "workdir": task.workdir,
+            "arguments": arguments,
+            "environment": variables,
+            "disk_mb": DISK_MB,
+            "limits": {
+                "RLIMIT_NPROC": AGENT_PROCESSES,
+                "RLIMIT_AS": task.memory_mb * megabytes,
+                "RLIMIT_CPU": int(seconds) + 1,
+                "RLIMIT_CORE": 0,
+                "RLIMIT_NOFILE": 1024,
+            },
+        }
+        with self._starts:
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs, self._lock:
+                    if self._spawner.poll() is not None:
+                        raise SandboxError("the local backend is closed")
+                    socket.send_fds(self._control, [b"start"], [theirs.fileno()])
+                return LocalSandbox(ours, message, [File(task.workdir, None, 0o755), *files])
+            except OSError as error:
+                ours.close()
+                raise SandboxError(f"a local sandbox could not be started ({error})") from None
+            except BaseException:
+                ours.close()
+                raise
+
+    def close(self) -> None:
+        """End the helper and, with it, every sandbox it started."""
+        self._control.close()
+        if self._spawner.poll() is None:
+            self._spawner.kill()
+        self._spawner.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+
+class LocalSandbox:
+    """One sandbox; its process 1 answers over `caller`. Used by one thread at a time."""
+
+    def __init__(self, caller: socket.socket, message: dict[str, Any], files: Iterable[File]):
+        self._caller = caller
+        self._exit: int | None = None
+        self._descriptors: list[int] = []
+        caller.settimeout(_ANSWER_SECONDS)
+        self._send(message, files)
+        self._receive(descriptors=True)
+        self._root, self._process, self._in, self._out = self._descriptors
+        os.set_blocking(self._in, False)
+        os.set_blocking(self._out, False)
+        self._poll = select.poll()
+        self._poll.register(self._out, select.POLLIN)
+        self._poll.register(caller, select.POLLIN)
+        try:
+            self._shell = shell.Shell(self, self._script) if message["agent"] else None
+        except SandboxError:
+            self.close()
+            raise
+
+    def run(self, command: str, timeout: float = 30.0, fresh: bool = False) -> Result:
+        """Run a command in the persistent shell, or with `fresh` in a new one; `timeout` in seconds."""
+        assert self._shell, "a verifier's sandbox has no shell"
+        return self._shell.run(command, timeout, fresh)
+
+    def read(self, path: str, limit: int = 1 << 20) -> bytes:
+        """The first `limit` bytes of a regular file; links are not followed. FileNotFoundError where there is none."""
+        data = self.fetch(path, limit)
+        if data is None:
+            raise FileNotFoundError(f"{path}: no regular file in the sandbox")
+        return data
+
+    def write(self, path: str, data: bytes) -> None:
+        self._call({"op": "files"}, [File(path, data, mtime=int(time.time()))])
+
+    def freeze(self) -> None:
+        """Stop every process of the agent; returns when all of them are stopped."""
+        if self._script(shell.FREEZE):
+            raise SandboxError("the sandbox's processes could not be frozen")
+
+    def thaw(self) -> None:
+        self._script(shell.THAW)
+
+    def stop(self) -> None:
+        """Kill every process; returns when the kernel says that the last one is gone."""
+        signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        gone = select.poll()
+        gone.register(self._process, select.POLLIN)
+        if not gone.poll(_ANSWER_SECONDS * 1000):
+            raise SandboxError("the sandbox's processes could not be stopped")
+
+    def take(self, paths: Sequence[str]) -> list[File]:
+        """Directories and regular files at and below `paths`, bounded in number, bytes and depth."""
+        return _Taker(self._root).take(paths)
+
+    def close(self) -> None:
+        """End the sandbox; harmless when repeated."""
+        if self._descriptors:
+            try:
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+            self._descriptors = []
+        self._caller.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def wait(self, timeout: float) -> str:
+        """The output of the sandbox's one process (a verifier's) once it has ended."""
+        collected = shell.Output()
+        deadline = time.monotonic() + timeout
+        while self._exit is None:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise SandboxError(f"the tests did not end within {timeout:g} s; they wrote: {collected.text()[0]!r}")
+            collected.feed(self.receive(remaining))
+        while data := self._read_output():
+            collected.feed(data)
+            if collected.total > 1 << 24:
+                break
+        return collected.text()[0]
+
+    def fetch(self, path: str, limit: int) -> bytes | None:
+        """Up to `limit` bytes of a regular file reached without links, or None."""
+        self._require_open()
+        try:
+            parent = _open_directory(self._root, str(PurePosixPath(path).parent))
+            try:
+                descriptor = os.open(PurePosixPath(path).name, _NO_FOLLOW, dir_fd=parent)
+            finally:
+                os.close(parent)
+        except OSError:
+            return None
+        with open(descriptor, "rb", buffering=0) as file:
+            return _read_at_most(file.fileno(), limit) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+
+    def send(self, data: bytes, deadline: float) -> None:
+        self._require_open()
+        room = select.poll()
+        room.register(self._in, select.POLLOUT)
+        room.register(self._caller, 0)
+        view = memoryview(data)
+        while view:
+            events = dict(room.poll(max(0.0, deadline - time.monotonic()) * 1000))
+            if not events:
+                raise TimeoutError
+            if self._caller.fileno() in events:
+                raise SandboxError("the sandbox is dead")
+            try:
+                view = view[os.write(self._in, view):]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                raise SandboxError("the sandbox is dead") from None
+
+    def receive(self, seconds: float) -> bytes:
+        self._require_open()
+        events = dict(self._poll.poll(max(0.0, seconds) * 1000))
+        if self._out in events and (data := self._read_output()):
+            return data
+        if self._caller.fileno() in events:
+            self._receive()
+        elif self._out in events:
+            self._poll.unregister(self._out)  # every writer is gone; only process 1 can say more
+        return b""
+
+    def _read_output(self) -> bytes:
+        try:
+            return os.read(self._out, 1 << 16)
+        except BlockingIOError:
+            return b""
+
+    def _require_open(self) -> None:
+        if not self._descriptors:
+            raise SandboxError("the sandbox is closed")
+
+    def _script(self, text: str, *arguments: str) -> int:
+        """Exit status of a bash script run as the sandbox's root."""
+        self._require_open()
+        self._exit = None
+        self._send({"op": "run", "arguments": ["/bin/bash", "--noprofile", "--norc", "-c", text, "bash", *arguments]})
+        while self._exit is None:
+            self._receive()
+        return self._exit
+
+    def _call(self, message: dict[str, Any], files: Iterable[File] = ()) -> None:
+        self._require_open()
+        self._send(message, files)
+        while not self._receive().get("ok"):
+            pass
+
+    def _send(self, message: dict[str, Any], files: Iterable[File] = ()) -> None:
+        listing, parts = [], []
+        for file in files:
+            listing.append([file.path, -1 if file.data is None else len(file.data), file.mode, file.mtime])
+            parts.append(file.data or b"")
+        body, blob = json.dumps(message | {"files": listing}).encode(), b"".join(parts)
+        try:
+            self._caller.sendall(struct.pack(">II", len(body), len(blob)) + body + blob)
+        except OSError as error:
+            raise SandboxError(f"the sandbox is dead ({error})") from None
+
+    def _receive(self, descriptors: bool = False) -> dict[str, Any]:
+        try:
+            if descriptors:
+                header, self._descriptors, _, _ = socket.recv_fds(self._caller, 4, 4, socket.MSG_CMSG_CLOEXEC)
+            else:
+                header = self._caller.recv(4)
+            size = struct.unpack(">I", header)[0] if len(header) == 4 else 0
+            body = b""
+            while len(body) < size and (part := self._caller.recv(size - len(body))):
+                body += part
+        except OSError as error:
+            raise SandboxError(f"the sandbox does not answer ({error})") from None
+        if not size or len(body) < size:
+            raise SandboxError("the sandbox is dead")
+        message: dict[str, Any] = json.loads(body)
+        if "error" in message:
+            raise SandboxError(f"the sandbox failed: {message['error']}")
+        if "exit" in message:
+            self._exit = message["exit"]
+        return message
+
+
+class _Taker:
+    """Reads files below a directory descriptor, following no link and opening nothing but regular files."""
+
+    def __init__(self, root: int):
+        self.root = root
+        self.files: list[File] = []
+        self.room = ARTIFACT_BYTES
+
+    def take(self, paths: Sequence[str]) -> list[File]:
+        for path in paths:
+            name = PurePosixPath(path).name
+            try:
+                parent = _open_directory(self.root, str(PurePosixPath(path).parent))
+            except OSError:
+                continue
+            try:
+                self._entry(parent, name, path, 0)
+            finally:
+                os.close(parent)
+        return self.files
+
+    def _entry(self, parent: int, name: str, path: str, depth: int) -> None:
+        if len(self.files) >= ARTIFACT_FILES or depth > ARTIFACT_DEPTH:
+            return
+        try:
+            path.encode()
+            kind = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
+            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+                return
+            descriptor = os.open(name, _NO_FOLLOW, dir_fd=parent)
+        except (OSError, UnicodeEncodeError):
+            return
+        try:
+            status = os.fstat(descriptor)
+            mode, mtime = status.st_mode & 0o777, int(status.st_mtime)
+            if stat.S_ISDIR(status.st_mode):
+                self.files.append(File(path, None, mode | 0o700, mtime))
+                for entry in sorted(os.listdir(descriptor)):
+                    self._entry(descriptor, entry, f"{path}/{entry}", depth + 1)
+            elif stat.S_ISREG(status.st_mode) and status.st_size <= self.room:
+                data = _read_at_most(descriptor, self.room)
+                self.room -= len(data)
+                self.files.append(File(path, data, mode, mtime))
+        finally:
+            os.close(descriptor)
+
+
+def _open_directory(root: int, path: str) -> int:
+    """A descriptor of the directory at absolute `path` below `root`, refusing links on the way."""
+    current = os.dup(root)
+    for part in PurePosixPath(path).parts[1:]:
+        try:
+            following = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
+        finally:
+            os.close(current)
+        current = following
+    return current
+
+
+def _read_at_most(descriptor: int, limit: int) -> bytes:
+    parts = []
+    while limit > 0 and (part := os.read(descriptor, min(limit, 1 << 20))):
+        parts.append(part)
+        limit -= len(part)
+    return b"".join(parts)
+
+
+def _below(path: str, roots: Iterable[str]) -> bool:
+    return any(path == root or path.startswith(f"{root}/") for root in roots)

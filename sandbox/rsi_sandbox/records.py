@@ -1,0 +1,64 @@
+"""What passes between the caller, the backends and the verifier."""
+
+from dataclasses import dataclass, field
+
+AGENT_PROCESSES = 128  # processes and threads an agent's sandbox may hold at once
+DISK_MB = 128  # size of the local backend's writable file system
+OUTPUT_BYTES = 10_000  # what one command may return: half from its head, half from its tail
+FLOOD_BYTES = 16 << 20  # a command that writes more is stopped with limit "output"
+ARTIFACT_FILES = 10_000
+ARTIFACT_BYTES = 64 << 20
+ARTIFACT_DEPTH = 32
+REPORT_BYTES = 1 << 20
+FIXED_TIME = 1_767_225_600  # modification time of task files (2026-01-01 UTC): listings repeat exactly
+
+
+class SandboxError(Exception):
+    """The machine failed (dead sandbox, verifier that could not run): never an observation, never a 0."""
+
+
+class TaskError(ValueError):
+    """A task folder is wrong: the message names the file, the field, the value and what to do."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A regular file, or a directory where `data` is None, at an absolute path inside a sandbox."""
+
+    path: str
+    data: bytes | None
+    mode: int = 0o644
+    mtime: int = FIXED_TIME
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one command gave.
+
+    `limit` is None, "timeout" or "output"; `exit_code` is None where a limit fired; `dropped_bytes` counts
+    the bytes cut from the middle of `output`.
+    """
+
+    output: str
+    exit_code: int | None
+    limit: str | None = None
+    dropped_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the protected verifier found. `strict`: reward >= 1 and every reported check passed."""
+
+    reward: float
+    checks: dict[str, bool] = field(default_factory=dict)
+    strict: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Grade:
+    """Raw results of one test run: the two files as they were found (None: no regular file there)."""
+
+    reward: bytes | None
+    report: bytes | None
+    output: str

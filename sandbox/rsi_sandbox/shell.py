@@ -1,0 +1,263 @@
+"""The persistent shell both backends talk to, over one stream each way.
+
+The host sends `C <number> <length>`, the command's bytes and `N <nonce>`; the shell evals the command and
+reads the nonce only afterwards, to print it with the exit status. So an unclosed quote or heredoc ends with
+its command, and output cannot forge the end: the nonce is random and still unread while the command runs.
+"""
+
+import codecs
+import re
+import secrets
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from .records import FLOOD_BYTES, OUTPUT_BYTES, Result, SandboxError
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+SHELL = ("/bin/bash", "--noprofile", "--norc", "-c")
+RESTARTED = "[the shell ended with status {}; a new one was started]"
+_START_SECONDS = 30.0
+_GRACE = ((0.2, "interrupt"), (1.0, "restart"), (3.0, None))  # seconds given to the shell, then what is tried
+
+# One line, so that bash's messages say "line 1". USR2 leaves a loop of builtins without losing the state.
+_DRIVER = (
+    'trap "__rsi_i=1; break 99" USR2; while builtin read -r -u 250 __rsi_k __rsi_a __rsi_b; do '
+    "if [[ $__rsi_k == C ]]; then LC_ALL=C builtin read -r -N $__rsi_b -u 250 __rsi_c; export RSI_COMMAND=$__rsi_a; "
+    'builtin eval "$__rsi_c" </dev/null >&251 2>&1 250<&- 251>&-; __rsi_s=$? __rsi_x=; '
+    'elif [[ $__rsi_k == F ]]; then LC_ALL=C builtin read -r -N $__rsi_b -u 250 __rsi_c; '
+    "(builtin cd @WORKDIR; exec -c /bin/bash --noprofile --norc -c "
+    '"export @EXPORTS RSI_COMMAND=$__rsi_a; eval \\"\\$1\\"" bash "$__rsi_c") '
+    "</dev/null >&251 2>&1 250<&- 251>&-; __rsi_s=$? __rsi_x=; "
+    "else builtin printf '\\036%s %d %d%s\\036' \"$__rsi_a\" \"$__rsi_s\" $$ \"$__rsi_x\" >&251; fi; done; "
+    'if [[ -n $__rsi_i ]]; then __rsi_i= __rsi_s=130; builtin eval "$__rsi_d"; fi; kill -USR1 $PPID; exit 0'
+)
+
+# Runs as root inside the sandbox, builtins only: it must work where no process can be started.
+KILL = r"""
+mode=$1 marker=$2 elapsed=$3 shell=$4
+read -r up _ </proc/uptime
+since=$(( 10#${up/./} - elapsed - 1 ))
+for round in {1..500}; do
+  found=0
+  for d in /proc/[0-9]*; do
+    p=${d#/proc/}
+    (( p == 1 || p == $$ )) && continue
+    { IFS= read -r -d '' s <$d/stat; } 2>/dev/null
+    [[ $s ]] || continue
+    set -- ${s##*) }
+    state=$1 parent=$2 start=${20}
+    [[ $state == [ZX] ]] && continue
+    if [[ $mode != command ]]; then
+      { mapfile -d '' line <$d/cmdline; } 2>/dev/null
+      [[ $parent == 1 && ${line[4]} == *__rsi_d=* ]] || continue
+      if [[ $mode == restart ]]; then kill -KILL $p; else kill -USR2 $p; fi
+      continue
+    fi
+    (( p == shell )) && continue
+    mark=
+    { while IFS= read -r -d '' v; do [[ $v == RSI_COMMAND=* ]] && mark=${v#*=}; done <$d/environ; } 2>/dev/null
+    if [[ $mark == "$marker" ]] || [[ -z $mark ]] && (( start >= since )); then
+      kill -KILL $p && found=1
+    fi
+  done
+  (( found )) || exit 0
+done
+exit 1
+"""
+
+FREEZE = r"""
+clean=0
+for round in {1..2000}; do
+  moving=0
+  for d in /proc/[0-9]*; do
+    p=${d#/proc/}
+    (( p == 1 || p == $$ )) && continue
+    s=
+    { IFS= read -r -d '' s <$d/stat; } 2>/dev/null
+    [[ $s ]] || continue
+    s=${s##*) }
+    [[ $s == [TtZX]* ]] && continue
+    kill -STOP $p && moving=1
+  done
+  if (( moving )); then clean=0; else (( ++clean == 2 )) && exit 0; fi
+done
+exit 1
+"""
+
+THAW = "for d in /proc/[0-9]*; do p=${d#/proc/}; (( p == 1 || p == $$ )) || kill -CONT $p; done 2>/dev/null; exit 0"
+
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI
+    r"|\x1b[\]PX^_][^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"  # OSC, DCS, SOS, PM, APC with their text
+    r"|\x1b[ -/]*[0-~]?"  # other escapes, and the opening of an unterminated one
+    r"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+)
+
+
+def clean(text: str) -> str:
+    """Text without terminal control sequences; a carriage return becomes a newline."""
+    return _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def exports(environment: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+
+
+def driver(workdir: str, environment: Mapping[str, str]) -> str:
+    """The script of the agent's shell; its one argument is how the shell before it ended."""
+    fresh = exports(environment).replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`")
+    loop = _DRIVER.replace("@WORKDIR", shlex.quote(workdir)).replace("@EXPORTS", fresh)
+    return (
+        'exec 250<&0 251>&1 </dev/null >/dev/null 2>&1; __rsi_s=$1 __rsi_x=" x"; shift; '
+        f'__rsi_d={shlex.quote(loop)}; builtin eval "$__rsi_d"'
+    )
+
+
+def environment(variables: Mapping[str, str], home: str) -> dict[str, str]:
+    """The environment of every process in a sandbox: fixed values, then the task's own."""
+    fixed = {"PATH": PATH, "HOME": home, "LC_ALL": "C", "TERM": "dumb", "TZ": "UTC", "PAGER": "cat"}
+    return fixed | {"DEBIAN_FRONTEND": "noninteractive"} | dict(variables)
+
+
+class Output:
+    """Keeps the head and the tail of a byte stream within `limit` bytes, whatever its length."""
+
+    def __init__(self, limit: int = OUTPUT_BYTES):
+        self.limit = limit
+        self.head = bytearray()
+        self.tail = bytearray()
+        self.total = 0
+
+    def feed(self, data: bytes) -> None:
+        self.total += len(data)
+        room = self.limit // 2 - len(self.head)
+        if room > 0:
+            self.head += data[:room]
+            data = data[room:]
+        self.tail += data
+        if len(self.tail) > 4 * self.limit:
+            del self.tail[: -self.limit]
+
+    def text(self) -> tuple[str, int]:
+        """(clean text with the cut marked, bytes dropped)."""
+        keep = self.limit - self.limit // 2
+        tail = bytes(self.tail[-keep:])
+        dropped = self.total - len(self.head) - len(tail)
+        if not dropped:
+            return clean(bytes(self.head + tail).decode(errors="replace")), 0
+        head = codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(self.head))
+        whole = next((i for i in range(4) if tail[i : i + 1] and tail[i] & 0xC0 != 0x80), 0)
+        note = f"\n[{dropped + whole} bytes of {self.total} omitted]\n"
+        return clean(head) + note + clean(tail[whole:].decode(errors="replace")), dropped + whole
+
+
+class Channel(Protocol):
+    """The two streams of a shell. Both methods raise SandboxError when the sandbox is dead."""
+
+    def send(self, data: bytes, deadline: float) -> None: ...
+
+    def receive(self, seconds: float) -> bytes:
+        """What has arrived, waiting at most `seconds`; empty when nothing did."""
+        ...
+
+
+class Shell:
+    """Runs commands in the driver at the other end of `channel`.
+
+    `script(text, *arguments)` runs a bash script as the sandbox's root.
+    """
+
+    def __init__(self, channel: Channel, script: Callable[..., int]):
+        self.channel = channel
+        self.script = script
+        self.number = 0
+        self.process = 0  # the shell's process id inside the sandbox
+        end = _End(secrets.token_hex(16).encode())
+        self.channel.send(b"N %b\n" % end.nonce, time.monotonic() + _START_SECONDS)
+        deadline = time.monotonic() + _START_SECONDS
+        heard = b""
+        while end.status is None:
+            if time.monotonic() > deadline:
+                raise SandboxError(f"the shell did not start; it said {heard[-500:]!r}")
+            heard += end.feed(self.channel.receive(deadline - time.monotonic()))
+        self.process = end.process
+
+    def run(self, command: str, timeout: float, fresh: bool) -> Result:
+        self.number += 1
+        nonce = secrets.token_hex(16).encode()
+        data = command.replace("\0", "").encode(errors="surrogateescape")
+        kind = b"F" if fresh else b"C"
+        request = b"%b %d %d\n%bN %b\n" % (kind, self.number, len(data), data, nonce)
+        begun = time.monotonic()
+        collected = Output()
+        end = _End(nonce)
+        limit = "timeout"
+        deadline = begun + timeout
+        try:
+            self.channel.send(request, deadline)
+            while (remaining := deadline - time.monotonic()) > 0:
+                collected.feed(end.feed(self.channel.receive(remaining)))
+                if end.status is not None:
+                    self.process = end.process
+                    text, dropped = collected.text()
+                    if end.restarted:
+                        text += ("\n" if text and not text.endswith("\n") else "") + RESTARTED.format(end.status) + "\n"
+                    return Result(text, end.status, None, dropped)
+                if collected.total > FLOOD_BYTES:
+                    limit = "output"
+                    break
+        except TimeoutError:
+            pass
+        collected.feed(end.rest())
+        text, dropped = collected.text()
+        self._stop(end, begun)
+        return Result(text, None, limit, dropped)
+
+    def _stop(self, end: "_End", begun: float) -> None:
+        """Kill the running command's processes and bring the shell back, its state kept where that is possible."""
+        elapsed = int((time.monotonic() - begun) * 100)  # clock ticks
+        if self.script(KILL, "command", str(self.number), str(elapsed), str(self.process)):
+            raise SandboxError("the processes of a timed-out command could not be killed")
+        for grace, action in _GRACE:
+            deadline = time.monotonic() + grace
+            while (remaining := deadline - time.monotonic()) > 0:
+                end.feed(self.channel.receive(remaining))
+                if end.status is not None:
+                    self.process = end.process
+                    return
+            if action:
+                self.script(KILL, action, str(self.number), "0", "0")
+        raise SandboxError("the shell does not answer after a timed-out command")
+
+
+class _End:
+    """Finds the end mark of one command in its output, keeping back only what could be the mark's beginning."""
+
+    def __init__(self, nonce: bytes):
+        self.nonce = nonce
+        self.start = b"\x1e" + nonce
+        self.pending = b""
+        self.status: int | None = None
+        self.process = 0
+        self.restarted = False
+
+    def feed(self, data: bytes) -> bytes:
+        """The part of the output known not to belong to the mark."""
+        data = self.pending + data
+        at = data.find(self.start)
+        if at < 0:
+            at = data.rfind(b"\x1e", -len(self.start))
+            at = at if at >= 0 and self.start.startswith(data[at : at + len(self.start)]) else len(data)
+            self.pending = data[at:]
+            return data[:at]
+        body, found, _ = data[at + len(self.start) :].partition(b"\x1e")
+        if found:
+            status, process, *flags = body.split()
+            self.status, self.process, self.restarted = int(status), int(process), bool(flags)
+        self.pending = data[at:]
+        return data[:at] if not found or at else b""
+
+    def rest(self) -> bytes:
+        return b"" if self.status is not None or self.pending.startswith(self.start) else self.pending
