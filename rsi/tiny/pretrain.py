@@ -16,7 +16,7 @@ from rsi.tiny.tasks import FAMILIES, draw
 from rsi.tiny.transcripts import Line, draw_form, messages, transcript
 from rsi.trajectory import Trajectory
 
-MICRO_BATCH_TOKENS = 6144  # padded tokens of one pass: three or four of similar length a step
+MICRO_BATCH_TOKENS = 2048  # padded tokens of one pass: smaller ones pad less
 WARMUP = 10  # steps
 LAST_RATE = 0.05  # of the learning rates, at the last step
 
@@ -94,7 +94,7 @@ def pretrain(
             logprob, _ = action_logprobs(model, batch, 1.0)
             loss, _ = supervised_loss(logprob, None, tokens)
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         for optimizer in chosen:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
