@@ -38,7 +38,7 @@ _DRIVER = (
 KILL = r"""
 mode=$1 marker=$2 elapsed=$3 shell=$4
 read -r up _ </proc/uptime
-since=$(( 10#${up/./} - elapsed - 1 ))
+since=$(( 10#${up/./} - elapsed - 3 ))
 for round in {1..500}; do
   found=0
   for d in /proc/[0-9]*; do
@@ -58,7 +58,7 @@ for round in {1..500}; do
     (( p == shell )) && continue
     mark=
     { while IFS= read -r -d '' v; do [[ $v == RSI_COMMAND=* ]] && mark=${v#*=}; done <$d/environ; } 2>/dev/null
-    if [[ $mark == "$marker" ]] || [[ -z $mark ]] && (( start >= since )); then
+    if [[ $mark == "$marker" || -z $mark && $start -ge $since ]]; then
       kill -KILL $p && found=1
     fi
   done
