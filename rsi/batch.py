@@ -134,8 +134,7 @@ def _check_record(index: int, trajectory: Trajectory) -> None:
     lengths = (length, len(trajectory.action), len(trajectory.turn), len(trajectory.logprob) or length)
     if len(set(lengths)) != 1:
         raise ValueError(
-            f"trajectory {index} ({trajectory.task}): ids, action, turn and logprob must be equally long, "
-            f"got {lengths}"
+            f"trajectory {index} ({trajectory.task}): ids, action, turn and logprob must be equally long, got {lengths}"
         )
     if any(action and turn < 0 for action, turn in zip(trajectory.action, trajectory.turn, strict=True)):
         raise ValueError(f"trajectory {index} ({trajectory.task}): an action token has no turn")
