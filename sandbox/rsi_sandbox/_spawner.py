@@ -217,7 +217,7 @@ class Init:
             if message["agent"]:
                 self.start_shell("0")
             else:
-                self.waited = self.start(message["arguments"], self.pipes, agent=False)
+                self.start(message["arguments"], self.pipes, agent=False)
                 os.close(command_in)
                 os.close(command_out)
         except OSError as error:
@@ -230,7 +230,7 @@ class Init:
                     self.place(message["files"], blob)
                 elif message["op"] == "run":
                     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-                    self.waited = self.start(message["arguments"], (null, null), agent=False)
+                    self.start(message["arguments"], (null, null), agent=False)
                     os.close(null)
                     continue
                 self.send({"ok": True})
@@ -323,13 +323,20 @@ class Init:
         """Start the agent's shell; `last` is how the one before it ended."""
         self.namespaces += 1
         write("/proc/sys/user/max_user_namespaces", str(self.namespaces))
-        self.shell = self.start([*self.settings["arguments"], last], self.pipes, agent=True)
+        self.start([*self.settings["arguments"], last], self.pipes, agent=True)
 
-    def start(self, arguments: list[str], pipes: tuple[int, int], agent: bool) -> int:
+    def start(self, arguments: list[str], pipes: tuple[int, int], agent: bool) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # its end must not be seen before its number
         child = os.fork()
         if child:
-            return child
+            if agent:
+                self.shell = child
+            else:
+                self.waited = child
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            return
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             os.setsid()
