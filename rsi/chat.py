@@ -29,16 +29,15 @@ class Chat:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
+        special = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+        missing = [token for token, token_id in special.items() if token_id is None]
         if missing:
             raise ValueError(
                 f"the tokenizer has no token {', '.join(missing)}: ChatML needs {', '.join(SPECIAL_TOKENS)}"
             )
         self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self.tokenizer.encode_special_tokens = True
-        self.start: int = tokenizer.token_to_id(START)
-        self.end: int = tokenizer.token_to_id(END)
-        self.pad: int = tokenizer.token_to_id(PAD)
+        self.pad, self.start, self.end = (token_id for token_id in special.values() if token_id is not None)
         self._newline = self._encode("\n")
         self._ask = [self.start, *self._encode("assistant\n")]
 

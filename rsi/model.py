@@ -9,7 +9,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -327,6 +327,10 @@ class Trunk(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=INITIAL_STD)
+
+    def layer_weights(self) -> list[LayerWeights]:
+        """`Layer.weights` of every layer, joined once for many steps of decoding."""
+        return [cast(Layer, layer).weights() for layer in self.layers]
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """Hidden states after the final norm, [B, T, D]. Rows start at position 0; right padding needs no mask."""

@@ -142,7 +142,7 @@ class Sampler:
             return turns
         active = [slots[index] for index in running]
         self._move_to_front(active, _batch_size(len(active)))
-        weights = [layer.weights() for layer in self.model.model.layers]
+        weights = self.model.model.layer_weights()
         logits = self._prefill(weights, active)
         ids, logprobs = self._decode(weights, active, logits, max_tokens, stop, temperature)
         for index, slot, turn_ids, turn_logprobs in zip(running, active, ids, logprobs, strict=True):
@@ -174,7 +174,7 @@ class Sampler:
         positions = (start[:, None] + torch.arange(width, device=device)).clamp_(max=self.capacity - 1)
         span = min(self.capacity, _round_up(max(slot.length + len(slot.pending) for slot in group), LENGTH_STEP))
         fresh = all(slot.length == 0 for slot in group)
-        bias = _bias(positions, span, self.keys.dtype)
+        bias = _bias(positions, 0 if fresh else span, self.keys.dtype)
         cos_sin = self.cos[positions], self.sin[positions]
         hidden = self.model.model.embed_tokens(ids)
         for layer, layer_weights in enumerate(weights):

@@ -88,7 +88,7 @@ def sha256(folder: Path) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(_read_tensors(Path(folder)).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
