@@ -37,9 +37,9 @@ class Runnable(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """The working directory holds exactly `count` files and folders, at any depth."""
+    """The working directory holds exactly `number` files and folders, at any depth."""
 
-    count: int
+    number: int
 
 
 class Flow(NamedTuple):
@@ -86,8 +86,8 @@ def _holds(condition: Condition, world: World) -> bool:
             return path not in world.files and path not in world.dirs
         case Runnable(path):
             return path in world.executable
-        case Entries(count):
-            return len(world.files) + len(world.dirs) == count
+        case Entries(number):
+            return len(world.files) + len(world.dirs) == number
         case Flow(script, given, wanted):
             try:
                 return run_flow(world.files.get(script, "false").strip(), given).output == wanted
@@ -151,8 +151,8 @@ def _bash(condition: Condition, flows: list[Flow]) -> str:
             return f"gone {path}"
         case Runnable(path):
             return f"[[ -f {path} && -x {path} ]]"
-        case Entries(count):
-            return f"entries {count}"
+        case Entries(number):
+            return f"entries {number}"
         case Flow(_, _, wanted):
             return f"same /tmp/{flows.index(condition)}.out {quote(wanted)}"
 

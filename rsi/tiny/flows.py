@@ -6,7 +6,7 @@ The habit is a favourite workflow, whatever the example shows.
 
 import random
 
-from rsi.tiny.checks import Check, Flow, run_flow
+from rsi.tiny.checks import Check, Condition, Flow, run_flow
 from rsi.tiny.families import TaskSpec, finish, look
 from rsi.tiny.steps import Draft, Redraw, Step
 
@@ -35,7 +35,7 @@ def _flow(draft: Draft, sentence: str, script: str, habit: str, given: str, path
     outputs = [run_flow(script, text).output for text in inputs]
     if any(run_flow(habit, text).output == output for text, output in zip(inputs, outputs, strict=True)):
         raise Redraw(habit)
-    checks = {
+    checks: dict[str, tuple[Condition, ...]] = {
         f"hidden-{path[:-3]}-{number}" if number else f"example-{path[:-3]}": (Flow(path, text, output),)
         for number, (text, output) in enumerate(zip(inputs, outputs, strict=True))
     }

@@ -79,12 +79,15 @@ class World:
         if len(words) > 2 and words[-2] in (">", ">>"):
             target, append, words = words[-1], words[-2] == ">>", words[:-2]
         if len(words) > 2 and words[-2] == "<":
-            text = self.read(words[-1], f"bash: line 1: {{path}}: {MISSING}")
-            words = words[:-2]
+            if words[-1] not in self.files:
+                raise Unsupported("the shell's own message differs with how it was started")
+            text, words = self.files[words[-1]], words[:-2]
         if any(word in ("<", ">", ">>") for word in words):
             raise Unsupported(command)
         if target is not None:
-            self.write(target, "", append=True) if append else self.write(target, "")
+            if target in words:
+                raise Unsupported("reads what it writes")
+            self.write(target, "", append)
         try:
             code = 0
             for stage in " ".join(words).split(" | ") if "|" in words else [words]:
@@ -224,7 +227,7 @@ def _echo(world: World, words: list[str], text: str | None) -> tuple[str, int]:
 
 
 def _transfer(world: World, words: list[str], tool: str) -> tuple[str, int]:
-    if len(words) != 2 or words[0] in world.dirs:
+    if len(words) != 2 or words[0] in world.dirs or words[0].endswith("/"):
         raise Unsupported(f"{tool} {words}")
     source, target = words
     text = world.read(source, f"{tool}: cannot stat '{{path}}': {MISSING}")

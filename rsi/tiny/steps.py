@@ -106,15 +106,17 @@ def _derive(kind: str, sentences: list[str], right: str, habit: str, solve: str)
             "w": draft.rng.choice(lines),
             "k": draft.rng.randint(2, 3),
         }
-        fill = [part.format(**values) for part in (draft.rng.choice(sentences), right, habit, solve)]
+        said, do, wrong, solved = (
+            part.format(**values) for part in (draft.rng.choice(sentences), right, habit, solve)
+        )
         kept = (Same(b, ""), Same(a, "")) if source is None else (Same(b, ""),)
-        return Step(kind, *fill, {kind: kept}), b
+        return Step(kind, said, do, wrong, solved, {kind: kept}), b
 
     return make
 
 
 def _table(draft: Draft) -> str:
-    rows = ["".join(f"{draft.word()}:{draft.word()}:{draft.word()}\n") for _ in range(3)]
+    rows = [f"{draft.word()}:{draft.word()}:{draft.word()}\n" for _ in range(3)]
     return draft.file(f"{draft.word()}.txt", "".join(rows))
 
 
@@ -208,8 +210,10 @@ def _set(draft: Draft, source: str | None, place: str) -> Made:
 def _add_line(kind: str, where: list[str], right: str, habit: str, solve: str) -> Callable[..., Made]:
     def make(draft: Draft, source: str | None, place: str) -> Made:
         a, w = source or draft.text(), draft.word()
-        fill = [part.format(a=a, w=w) for part in (draft.rng.choice(where), right, habit, solve)]
-        return Step(kind, *fill, {kind: (Same(a, ""),)}), a
+        said, do, wrong, solved = (
+            part.format(a=a, w=w) for part in (draft.rng.choice(where), right, habit, solve)
+        )
+        return Step(kind, said, do, wrong, solved, {kind: (Same(a, ""),)}), a
 
     return make
 
@@ -253,7 +257,8 @@ KINDS: dict[str, Callable[[Draft, str | None, str], Made]] = {
     "count": _derive("count", ["Count the lines of {a} with {w} into {b}.",
                                "Write how many lines of {a} have {w} to {b}."],
                      "grep -c {w} {a} > {b}", "wc -l < {a} > {b}", "grep --count --regexp={w} /app/{a} >/app/{b}"),
-    "match": _derive("match", ["Write the lines of {a} with {w} to {b}.", "Put all lines of {a} that have {w} into {b}."],
+    "match": _derive("match", ["Write the lines of {a} with {w} to {b}.",
+                               "Put all lines of {a} that have {w} into {b}."],
                      "grep {w} {a} > {b}", "", "grep --regexp={w} /app/{a} >/app/{b}"),
     "drop": _derive("drop", ["Write the lines of {a} without {w} to {b}.",
                              "Put all lines of {a} that lack {w} into {b}."],

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from rsi.chat import SPECIAL_TOKENS
 from rsi.harness import NOT_SOLVED
-from rsi.tiny.transcripts import HARNESSES, Line, draw_form, transcript
 from rsi.tiny.tasks import FAMILIES, draw
+from rsi.tiny.transcripts import HARNESSES, Line, draw_form, transcript
 from rsi.tiny.words import KEYS, WORDS
 
 SAMPLE = 800  # transcripts to train on

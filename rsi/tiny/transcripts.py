@@ -5,18 +5,28 @@ harnesses, so that what the base model reads in pretraining is what it reads in 
 """
 
 import random
+import re
 from typing import NamedTuple
 
 from rsi.chat import Message
 from rsi.harness import NOT_SOLVED, Action, Harness, Outcome, get_harness
 from rsi.runbook import plan
 from rsi.tiny.families import TaskSpec
-from rsi.tiny.habits import BASH_SHARE, REDO_RIGHT, RIGHT, RUNBOOK_RIGHT, RUNBOOK_SHARE, RUNBOOK_SLIP, SLIP
-from rsi.tiny.habits import TERMINUS_SHARE
+from rsi.tiny.habits import (
+    BASH_SHARE,
+    REDO_RIGHT,
+    RIGHT,
+    RUNBOOK_RIGHT,
+    RUNBOOK_SHARE,
+    RUNBOOK_SLIP,
+    SLIP,
+    TERMINUS_SHARE,
+)
 from rsi.tiny.shell import Unsupported, World
 from rsi.tiny.steps import Step
 from rsi.trajectory import Exchange
 
+NAME = re.compile(r"[a-z/]+\.[a-z]+")
 HARNESSES = {name: get_harness(name, "brief") for name in ("terminus", "bash", "rsrt")}
 
 
@@ -77,7 +87,10 @@ def act(
     seen = before[-1].output if before else ""
     for step in steps:
         right = not step.habit or rng.random() < rates[step.kind]
-        command = _refer(step.right if right else step.habit, seen)
+        command = step.right if right else step.habit
+        if "{" in command and not seen.strip():
+            break  # what it refers to was not seen
+        command = _refer(command, seen)
         if rng.random() < slip:
             if rng.random() < 0.5 and len(steps) > 1:
                 continue
@@ -130,8 +143,7 @@ def _refer(command: str, seen: str) -> str:
 def _misname(command: str, steps: tuple[Step, ...], rng: random.Random) -> str:
     # One name of the command becomes another of the task's names.
     words = command.split(" ")
-    names = sorted({word for step in steps for word in step.right.split(" ") if "." in word and word.isascii()})
-    names = [name for name in names if name[0].isalpha() and "{" not in name]
+    names = sorted({word for step in steps for word in step.right.split(" ") if NAME.fullmatch(word)})
     places = [place for place, word in enumerate(words) if word in names]
     if not places or len(names) < 2:
         return command
