@@ -1,22 +1,33 @@
 """Run and verify terminal tasks: two backends behind one interface, and a protected verifier."""
 
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
-from .local import LocalBackend
+from .container import DockerBackend, DockerSandbox
+from .local import LocalBackend, LocalSandbox
 from .records import File, Result, SandboxError, TaskError, Verdict
-from .task import Task, load_task
+from .task import Task, load_task, read_folder
 from .verifier import judge, verify
 
-__all__ = ["File", "Result", "SandboxError", "Task", "TaskError", "Verdict", "judge", "load_task", "open_backend",
-           "verify"]
+Backend: TypeAlias = DockerBackend | LocalBackend
+Sandbox: TypeAlias = DockerSandbox | LocalSandbox
+
+__all__ = ["Backend", "File", "Result", "Sandbox", "SandboxError", "Task", "TaskError", "Verdict", "judge",
+           "load_task", "open_backend", "read_folder", "verify"]
 
 
-def open_backend(kind: Literal["local", "docker", "auto"], run: str, *, starts: int = 2) -> Any:
-    """Open a backend for the run named `run`; `starts` sandboxes are being started at once.
+def open_backend(kind: Literal["local", "docker", "auto"], run: str, *, starts: int = 2) -> Backend:
+    """Open a backend for the run named `run`; at most `starts` sandboxes are being started at once.
 
     "auto" takes docker where a daemon answers, else local; `.reason` says why. Leftovers of dead owners are
-    removed here. Raises SandboxError where the backend cannot work on this machine, in one line.
+    removed here. Raises SandboxError, in one line, where the backend cannot work on this machine.
     """
+    if kind == "docker":
+        return DockerBackend("asked for", run, starts)
     if kind == "local":
         return LocalBackend("asked for", starts)
+    if kind == "auto":
+        try:
+            return DockerBackend("a Docker daemon answers", run, starts)
+        except SandboxError:
+            return LocalBackend("no Docker daemon answers", starts)
     raise ValueError(f"sandbox backend {kind!r} is unknown: use 'local', 'docker' or 'auto'")
