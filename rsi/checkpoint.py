@@ -4,6 +4,7 @@ A stage is written into `stages/<n>-<name>.partial` and renamed when everything 
 stage folder without that suffix is whole. `stages.json` only repeats the folders' own `stage.json`.
 """
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rsi import __version__
-from rsi.config import Config, UserError, differences, to_record
+from rsi.config import Config, UserError, differences, from_record, to_record
 from rsi.stages import Stage, schedule
 
 PARTIAL = ".partial"
@@ -97,6 +98,16 @@ def open_run(config: Config) -> Run:
     else:
         write_atomically(path, json.dumps({"config": record, **versions()}, indent=1) + "\n")
     return Run(folder, config, lock)
+
+
+def read_config(folder: Path) -> Config:
+    """The configuration that a run folder was made with."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} is no run folder: it has no config.json")
+    config = from_record(json.loads(path.read_text(encoding="utf-8"))["config"])
+    # The folder may have been moved, or the working directory may be another.
+    return dataclasses.replace(config, runs=folder.parent, name=folder.name)
 
 
 def versions() -> dict[str, str]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -301,6 +301,27 @@ def to_record(config: Config) -> dict[str, object]:
     record = plain(dataclasses.asdict(config))
     assert isinstance(record, dict)
     return record
+
+
+def from_record(record: dict[str, Any]) -> Config:
+    """Inverse of `to_record`."""
+
+    def build(kind: type, values: dict[str, Any]) -> Any:
+        built = {}
+        for entry in dataclasses.fields(kind):
+            value = values[entry.name]
+            if entry.name in GROUPS:
+                value = build(type(getattr(Config(), entry.name)), value)
+            elif isinstance(value, list):
+                value = tuple(value)
+            elif kind is Config and entry.name in ("runs", "tasks") and value is not None:
+                value = Path(value)
+            built[entry.name] = value
+        return kind(**built)
+
+    config = build(Config, record)
+    assert isinstance(config, Config)
+    return config
 
 
 def differences(old: dict[str, object], new: dict[str, object], prefix: str = "") -> list[str]:

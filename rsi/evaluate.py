@@ -1,11 +1,12 @@
 """How good an actor is: the same tasks and seeds at every stage, no runbook, no feedback.
 
-`python -m rsi.evaluate runs/NAME` measures the finished stages of a run on a second task set that no
-training decision has seen.
+`python -m rsi.evaluate runs/NAME --tasks 200` measures a run's finished stages once more, on the published
+task set, which no decision about the method or its settings may look at.
 """
 
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,71 @@ def normal_interval(strata: Sequence[Sequence[float]]) -> tuple[float, float]:
     centre = mean([mean(values) for values in strata])
     half = Z95 * math.sqrt(variance) / len(strata)
     return centre - half, centre + half
+
+
+def evaluate_published(run_folder: Path, tasks: int) -> list[dict[str, Any]]:
+    """The stage records of a run with their evaluation replaced by that on the published task set.
+
+    The outcome of every task goes to `published.json`; where that file is, it is read and nothing runs.
+    """
+    import torch
+    from rsi_sandbox import open_backend
+
+    from rsi.checkpoint import open_run, read_config, write_atomically
+    from rsi.metrics import Log
+    from rsi.session import load_pool, write_tasks
+    from rsi.weights import load_actor, load_tokenizer
+
+    config = read_config(run_folder)
+    run = open_run(config)
+    records = run.write_stages()
+    path = run_folder / "published.json"
+    if not path.exists():
+        torch.set_num_threads(config.threads)
+        folder = run_folder / "published"
+        shutil.rmtree(folder, ignore_errors=True)
+        write_tasks(folder, "published", tasks, 0)
+        pool, log, found = load_pool(folder), Log(run_folder), {}
+        with open_backend(config.sandbox, run=f"{run_folder.name}-published") as backend:
+            session = Session(
+                run, log, backend, torch.device("cuda" if torch.cuda.is_available() else "cpu"), pool, pool
+            )
+            for record in records:
+                actor = load_actor(run.path(record["stage"]) / "actor").to(session.device)
+                chat = Chat(load_tokenizer(run.path(record["stage"]) / "actor"))
+                with log.progress(f"{record['stage']} published") as report:
+                    engine = session.engine(actor, chat, report)
+                    attempts = session.attempts(record["stage"], "published")
+                    attempts.unlink(missing_ok=True)
+                    found[record["stage"]] = attempt_all(engine, pool, attempts, greedy=True)
+                log.say(f"{record['stage']} measured on the published tasks")
+        write_atomically(path, json.dumps(found))
+    outcomes = json.loads(path.read_text(encoding="utf-8"))
+    return [
+        record | {"evaluation": summarise(outcomes[record["stage"]], outcomes.get(record["source"]))}
+        for record in records
+    ]
+
+
+def main() -> None:
+    """Evaluate a run on the published tasks and print the table."""
+    import argparse
+
+    from rich.console import Console
+
+    from rsi.config import UserError, fail
+    from rsi.report import stage_table
+
+    parser = argparse.ArgumentParser(prog="rsi.evaluate", description=evaluate_published.__doc__)
+    parser.add_argument("run", type=Path, help="a run folder, such as runs/tiny-0")
+    parser.add_argument("--tasks", type=int, default=200, help="published tasks a suite")
+    arguments = parser.parse_args()
+    try:
+        records = evaluate_published(arguments.run, arguments.tasks)
+    except UserError as problem:
+        fail(problem)
+    Console(soft_wrap=True).print(stage_table(records, f"{arguments.run.name}: published tasks"))
+
+
+if __name__ == "__main__":
+    main()

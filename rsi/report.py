@@ -24,10 +24,10 @@ def stage_table(records: Sequence[dict[str, Any]], title: str) -> Table:
         evaluation = record["evaluation"]
         cells = [cell(evaluation["suites"][suite], "strict", "greedy") for suite in SUITES]
         cells.append(cell(evaluation, "mean", "greedy_mean"))
-        low, high = evaluation["difference_ci95"] or (None, None)
-        cells.append(
-            "" if low is None else f"{100 * evaluation['difference']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
-        )
+        cells.append("")
+        if evaluation["difference"] is not None:
+            difference, (low, high) = evaluation["difference"], evaluation["difference_ci95"]
+            cells[-1] = f"{100 * difference:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
         cells.append(f"{evaluation['suites']['long']['process']:.2f}")
         table.add_row(record["stage"], *cells, f"{record['seconds'] / 60:.1f}")
     return table

@@ -27,7 +27,7 @@ from rsi.harness import get_harness
 from rsi.leakage import screen
 from rsi.model import Transformer
 from rsi.rollout import Job, collect
-from rsi.runbook import plan, review
+from rsi.runbook import CommandPlanner, PublicReviewer, write_runbook
 from rsi.session import Session
 from rsi.stages import Stage
 from rsi.trajectory import Trajectory, read, to_json
@@ -121,8 +121,10 @@ def write_runbooks(
     session: Session, stage: Stage, found: Sequence[tuple[Task, Trajectory]], funnel: dict[str, Any]
 ) -> list[Rewrite]:
     """At most `rsr.runbooks` approved runbooks a task; every one, approved or not, goes to the run folder."""
-    private = tuple({word for name in session.config.rsr.harnesses for word in get_harness(name).private})
-    approved: dict[tuple[str, str], Rewrite] = {}
+    private = private_commands(session)
+    planner, reviewer = CommandPlanner(private), PublicReviewer(private)
+    approved: list[Rewrite] = []
+    seen: set[tuple[str, str]] = set()
     count: Counter[str] = Counter()
     rejected: Counter[str] = Counter()
     written = 0
@@ -133,21 +135,17 @@ def write_runbooks(
         for task, record in sorted(found, key=lambda entry: entry[1].turns):
             if count[task.name] >= session.config.rsr.runbooks:
                 continue
-            objections: list[str] = []
-            for _ in range(1 + REVISIONS):
-                runbook = plan(task.instruction, record.exchanges, objections)
-                written += 1
-                objections = review(task.instruction, runbook, private)
-                if not objections:
-                    break
-            line = {"task": task.name, "harness": record.harness, "runbook": runbook, "objections": objections}
+            runbook, rounds = write_runbook(planner, reviewer, task.instruction, record.exchanges, REVISIONS)
+            written += len(rounds)
+            rejected.update(reason.split(":")[0] for reasons in rounds for reason in reasons)
+            line = {"task": task.name, "harness": record.harness, "runbook": runbook, "objections": rounds}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            rejected.update(reason.split(":")[0] for reason in objections)
-            if not objections and (task.name, runbook) not in approved:
-                approved[task.name, runbook] = Rewrite(task, runbook)
+            if runbook is not None and (task.name, runbook) not in seen:
+                seen.add((task.name, runbook))
                 count[task.name] += 1
+                approved.append(Rewrite(task, runbook))
     funnel |= {"runbooks": written, "approved": len(approved), "rejected": dict(rejected)}
-    return list(approved.values())
+    return approved
 
 
 def execute(
@@ -178,7 +176,7 @@ def keep(
     session: Session, records: Sequence[Trajectory], rewrites: Sequence[Rewrite], funnel: dict[str, Any]
 ) -> list[Trajectory]:
     """What the verifier passed and the leakage screen found clean, duplicates dropped."""
-    private = tuple({word for name in session.config.rsr.harnesses for word in get_harness(name).private})
+    private = private_commands(session)
     tasks = {entry.task.name: entry.task for entry in rewrites}
     verified = [record for record in records if record.strict]
     screened: Counter[str] = Counter()
@@ -200,6 +198,12 @@ def keep(
         kept.setdefault((record.task, tuple(record.ids)), record)
     funnel |= {"verified": len(verified), "screened_out": dict(screened), "kept": len(kept)}
     return list(kept.values())
+
+
+def private_commands(session: Session) -> tuple[str, ...]:
+    """Every command that only one of the discovery harnesses knows."""
+    names = session.config.rsr.harnesses
+    return tuple(sorted({word for name in names for word in get_harness(name).private}))
 
 
 def texts(folder: Path) -> dict[str, str]:
@@ -251,8 +255,7 @@ def train(session: Session, stage: Stage, actor: Transformer, chat: Chat, exampl
     optimizer = torch.optim.AdamW(actor.parameters(), settings.lr, weight_decay=0.0)
     batches = batch_order(len(examples), settings.batch, settings.epochs, session.seed(stage.name, "train"))
     for number, chosen in enumerate(batches):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.lr * (1 - number / len(batches))
+        optimizer.param_groups[0]["lr"] = settings.lr * (1 - number / len(batches))
         lengths = [len(examples[index].ids) for index in chosen]
         tokens = count_actions(examples, chosen)
         optimizer.zero_grad()

@@ -16,7 +16,7 @@ from rsi.metrics import Log
 from rsi.model import Transformer
 from rsi.rollout import Engine
 from rsi.sampler import Sampler
-from rsi.tiny import generate, write_task
+from rsi.tiny import Split, generate, write_task
 
 Pool = dict[str, list[Task]]  # suite -> tasks
 
@@ -65,13 +65,13 @@ def prepare_tasks(config: Config) -> tuple[Pool, Pool]:
         if not folder.is_dir():
             partial = folder.with_name("tasks.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            for split, count in (("train", config.train_tasks), ("eval", config.evaluate.tasks)):
-                write_tasks(partial / split, split, count, config.seed if split == "train" else 0)
+            write_tasks(partial / "train", "train", config.train_tasks, config.seed)
+            write_tasks(partial / "eval", "eval", config.evaluate.tasks, 0)
             partial.rename(folder)
     return load_pool(folder / "train"), load_pool(folder / "eval", config.evaluate.tasks)
 
 
-def write_tasks(folder: Path, split: str, count: int, seed: int) -> None:
+def write_tasks(folder: Path, split: Split, count: int, seed: int) -> None:
     """Write `count` built-in tasks a suite as `folder/<suite>/<number>/`.
 
     Evaluation tasks do not depend on the run's seed: every run is measured on the same ones.

@@ -16,6 +16,8 @@ from rsi.stages import Stage, missing_before, schedule
 
 def main() -> None:
     """Read the command line before anything slow is imported, then run."""
+    # Threads that spin while they wait cost ten times the work where anything else wants the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         config = parse(sys.argv[1:])
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -38,10 +40,12 @@ def run(config: Config) -> None:
 
     from rsi.checkpoint import open_run
     from rsi.metrics import Log
+    from rsi.model import keep_freed_memory
     from rsi.report import stage_table, table_text, write_plot
     from rsi.session import Session, prepare_tasks
 
     torch.set_num_threads(config.threads)
+    keep_freed_memory()
     run_folder = open_run(config)
     log = Log(run_folder.folder)
     try:

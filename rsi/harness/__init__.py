@@ -63,7 +63,7 @@ def get_harness(name: str, prompt_style: str = "full") -> Harness:
     from rsi.harness.rsrt import Rsrt
     from rsi.harness.terminus import Terminus
 
-    harnesses = {"terminus": Terminus, "bash": Bash, "rsrt": Rsrt}
+    harnesses: dict[str, type[Terminus] | type[Bash]] = {"terminus": Terminus, "bash": Bash, "rsrt": Rsrt}
     if name not in harnesses:
         raise ValueError(f"harness {name!r} is unknown: choose one of {', '.join(harnesses)}")
     return harnesses[name](prompt_style)
