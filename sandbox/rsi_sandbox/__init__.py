@@ -1,15 +1,12 @@
 """Run and verify terminal tasks: two backends behind one interface, and a protected verifier."""
 
-from typing import Literal, TypeAlias
+from typing import Literal
 
-from .container import DockerBackend, DockerSandbox
-from .local import LocalBackend, LocalSandbox
+from .interface import Backend, Sandbox
+from .local import LocalBackend
 from .records import File, Result, SandboxError, TaskError, Verdict
 from .task import Task, load_task, read_folder
 from .verifier import judge, verify
-
-Backend: TypeAlias = DockerBackend | LocalBackend
-Sandbox: TypeAlias = DockerSandbox | LocalSandbox
 
 __all__ = ["Backend", "File", "Result", "Sandbox", "SandboxError", "Task", "TaskError", "Verdict", "judge",
            "load_task", "open_backend", "read_folder", "verify"]
@@ -21,13 +18,15 @@ def open_backend(kind: Literal["local", "docker", "auto"], run: str, *, starts: 
     "auto" takes docker where a daemon answers, else local; `.reason` says why. Leftovers of dead owners are
     removed here. Raises SandboxError, in one line, where the backend cannot work on this machine.
     """
-    if kind == "docker":
-        return DockerBackend("asked for", run, starts)
     if kind == "local":
         return LocalBackend("asked for", starts)
-    if kind == "auto":
-        try:
-            return DockerBackend("a Docker daemon answers", run, starts)
-        except SandboxError:
-            return LocalBackend("no Docker daemon answers", starts)
-    raise ValueError(f"sandbox backend {kind!r} is unknown: use 'local', 'docker' or 'auto'")
+    if kind not in ("docker", "auto"):
+        raise ValueError(f"sandbox backend {kind!r} is unknown: use 'local', 'docker' or 'auto'")
+    from .container import DockerBackend  # the docker package takes 0.2 s to import
+
+    if kind == "docker":
+        return DockerBackend("asked for", run, starts)
+    try:
+        return DockerBackend("a Docker daemon answers", run, starts)
+    except SandboxError:
+        return LocalBackend("no Docker daemon answers", starts)

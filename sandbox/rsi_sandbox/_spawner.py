@@ -295,6 +295,7 @@ class Init:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as loopback:
             fcntl.ioctl(loopback, 0x8914, struct.pack("16sH14x", b"lo", 0x49))  # SIOCSIFFLAGS: up, running
         write("/proc/sys/user/max_user_namespaces", "0")
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # /proc/1 is closed to the agent, which has the same host uid
 
     def place(self, files: list[list[Any]], blob: bytes) -> None:
         """Write the files, in order; each is [path, size or -1 for a directory, mode, modification time]."""
@@ -346,6 +347,7 @@ class Init:
             for name, value in self.settings["limits"].items():
                 resource.setrlimit(getattr(resource, name), (value, value))
             if agent:
+                libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self may not be written
                 check(libc.unshare(NEWUSER), "unshare")
                 map_user(1000, 0)
             libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

@@ -235,8 +235,10 @@ class LocalSandbox:
                 os.close(parent)
         except OSError:
             return None
-        with open(descriptor, "rb", buffering=0) as file:
-            return _read_at_most(file.fileno(), limit) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+        try:
+            return _read_at_most(descriptor, limit) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+        finally:
+            os.close(descriptor)
 
     def send(self, data: bytes, deadline: float) -> None:
         self._require_open()

@@ -23,10 +23,10 @@ _GRACE = ((0.2, "interrupt"), (1.0, "restart"), (3.0, None))  # seconds given to
 
 # One line, so that bash's messages say "line 1". USR2 leaves a loop of builtins without losing the state.
 _DRIVER = (
-    'trap "__rsi_i=1; break 99" USR2; while builtin read -r -u 250 __rsi_k __rsi_a __rsi_b; do '
-    "if [[ $__rsi_k == C ]]; then LC_ALL=C builtin read -r -N $__rsi_b -u 250 __rsi_c; export RSI_COMMAND=$__rsi_a; "
+    '__rsi_i=; trap "__rsi_i=1; break 99" USR2; while IFS=" " builtin read -r -u 250 __rsi_k __rsi_a __rsi_b; do '
+    'if [[ $__rsi_k == C ]]; then LC_ALL=C builtin read -r -N "$__rsi_b" -u 250 __rsi_c; export RSI_COMMAND=$__rsi_a; '
     'builtin eval "$__rsi_c" </dev/null >&251 2>&1 250<&- 251>&-; __rsi_s=$? __rsi_x=; '
-    'elif [[ $__rsi_k == F ]]; then LC_ALL=C builtin read -r -N $__rsi_b -u 250 __rsi_c; '
+    'elif [[ $__rsi_k == F ]]; then LC_ALL=C builtin read -r -N "$__rsi_b" -u 250 __rsi_c; '
     "(builtin cd @WORKDIR; exec -c /bin/bash --noprofile --norc -c "
     '"export @EXPORTS RSI_COMMAND=$__rsi_a; eval \\"\\$1\\"" bash "$__rsi_c") '
     "</dev/null >&251 2>&1 250<&- 251>&-; __rsi_s=$? __rsi_x=; "
@@ -229,6 +229,9 @@ class Shell:
                     return
             if action:
                 self.script(KILL, action, str(self.number), "0", "0")
+            if action == "restart":  # the old shell may have read the old nonce
+                end = _End(secrets.token_hex(16).encode())
+                self.channel.send(b"\nN %b\n" % end.nonce, time.monotonic() + grace)
         raise SandboxError("the shell does not answer after a timed-out command")
 
 

@@ -8,13 +8,13 @@ the tests; these run as root; their reward is read as a small regular file of th
 import json
 import math
 import time
-from typing import Any
 
+from .interface import Backend, Sandbox
 from .records import REPORT_BYTES, Grade, SandboxError, Verdict
 from .task import Task
 
 
-def verify(backend: Any, task: Task, sandbox: Any) -> Verdict:
+def verify(backend: Backend, task: Task, sandbox: Sandbox) -> Verdict:
     """Judge an ended attempt. Consumes `sandbox`; raises SandboxError where the tests could not run."""
     begun = time.monotonic()
     try:
@@ -25,7 +25,7 @@ def verify(backend: Any, task: Task, sandbox: Any) -> Verdict:
     return _verdict(backend.grade(task, artifacts), begun)
 
 
-def judge(backend: Any, task: Task, sandbox: Any) -> Verdict:
+def judge(backend: Backend, task: Task, sandbox: Sandbox) -> Verdict:
     """Judge an attempt that goes on: frozen and confirmed frozen, graded elsewhere, thawed."""
     begun = time.monotonic()
     sandbox.freeze()

@@ -1,0 +1,73 @@
+"""The one interface of both backends."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from .records import File, Grade, Result
+from .task import Task
+
+
+class Sandbox(Protocol):
+    """A machine for one attempt. Used by one thread at a time; every method raises SandboxError when it is dead."""
+
+    def run(self, command: str, timeout: float = 30.0, fresh: bool = False) -> Result:
+        """Run a command in the persistent shell, or with `fresh` in a new one; `timeout` in seconds."""
+        ...
+
+    def read(self, path: str, limit: int = 1 << 20) -> bytes:
+        """The first `limit` bytes of a regular file; FileNotFoundError where there is none. Links are not followed."""
+        ...
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a file at an absolute path, making its directories."""
+        ...
+
+    def freeze(self) -> None:
+        """Stop every process of the agent; returns when that is confirmed."""
+        ...
+
+    def thaw(self) -> None:
+        """Let the processes go on."""
+        ...
+
+    def stop(self) -> None:
+        """Kill every process for good; returns when that is confirmed. Files stay readable until `close`."""
+        ...
+
+    def take(self, paths: Sequence[str]) -> list[File]:
+        """Directories and regular files at and below `paths`, bounded in number, bytes and depth."""
+        ...
+
+    def close(self) -> None:
+        """Remove the sandbox; harmless when repeated."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None: ...
+
+
+class Backend(Protocol):
+    """Makes sandboxes. Any number of threads may use one backend; `reason` says why it was chosen."""
+
+    kind: str
+    reason: str
+
+    def start(self, task: Task) -> Sandbox:
+        """A sandbox with the task's environment and the agent's shell in its working directory."""
+        ...
+
+    def grade(self, task: Task, artifacts: Sequence[File]) -> Grade:
+        """Run the task's tests in a clean environment that holds `artifacts` in place of the artifact paths."""
+        ...
+
+    def close(self) -> None:
+        """Remove every sandbox of this backend."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None: ...

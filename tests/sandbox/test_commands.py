@@ -1,0 +1,140 @@
+"""Commands in the persistent shell, in both backends."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import SOLUTION
+from rsi_sandbox import Backend, Sandbox, SandboxError, Task, verify
+from rsi_sandbox.shell import clean
+
+
+def test_state_persists_unless_fresh(sandbox: Sandbox) -> None:
+    sandbox.run("cd /tmp; COLOUR=blue; shout() { echo loud; }")
+    assert sandbox.run("pwd; echo $COLOUR; shout").output == "/tmp\nblue\nloud\n"
+    assert sandbox.run("pwd; echo $COLOUR; cd /tmp", fresh=True).output == "/app\nred\n"
+    assert sandbox.run("exit 7", fresh=True).exit_code == 7
+    assert sandbox.run("echo $COLOUR").output == "blue\n"
+
+
+def test_exit_codes_and_environment(sandbox: Sandbox) -> None:
+    assert sandbox.run("false").exit_code == 1
+    assert sandbox.run("no-such-command").exit_code == 127
+    assert sandbox.run("hostname; umask; locale 2>/dev/null | head -0; echo $LC_ALL $TERM").output == (
+        "sandbox\n0022\nC dumb\n")
+    assert sandbox.run("read line; echo \"[$line]\"").output == "[]\n"  # nothing waits on standard input
+
+
+@pytest.mark.parametrize("command", ["echo 'unclosed", 'echo "unclosed', "cat <<END\nnever", "if true; then", "echo $("])
+def test_unclosed_command_does_not_wedge_the_shell(sandbox: Sandbox, command: str) -> None:
+    sandbox.run("KEPT=yes")
+    assert sandbox.run(command, timeout=5).limit is None
+    result = sandbox.run("echo $KEPT", timeout=5)
+    assert (result.output, result.exit_code) == ("yes\n", 0)
+
+
+def test_long_command_arrives_whole(sandbox: Sandbox) -> None:
+    text = "".join(f"line {i} 'quoted' \\ $x\n" for i in range(12_000))
+    assert sandbox.run(f"cat > /tmp/long <<'END'\n{text}END\nwc -c < /tmp/long").output.strip() == str(len(text))
+
+
+def test_shell_that_ends_is_replaced(sandbox: Sandbox) -> None:
+    for command, code in (("exit 3", 3), ("set -e; false", 1), ("exec true", 0), ("kill -9 $$", 137)):
+        result = sandbox.run(f"cd /tmp; {command}")
+        assert result.exit_code == code and "a new one was started" in result.output
+        assert sandbox.run("pwd").output == "/app\n"
+
+
+def test_hostile_shell_state_does_not_break_the_protocol(sandbox: Sandbox) -> None:
+    sandbox.run("set -u; set -f; IFS=0123456789; LC_ALL=C.UTF-8; exec 250<&- 251>&-; trap 'echo trapped' ERR")
+    assert sandbox.run("echo é 12").output == "é 12\n"
+    assert sandbox.run("set -x; printf() { echo no; }; read() { :; }").exit_code == 0
+    assert sandbox.run("set +x; echo fine").output.endswith("fine\n")
+
+
+def test_timeout_kills_descendants_and_keeps_state(sandbox: Sandbox) -> None:
+    sandbox.run("KEPT=yes; cd /tmp; sleep 1000 & EARLIER=$!")
+    begun = time.monotonic()
+    result = sandbox.run("echo before; (setsid sleep 4242 &); env -i setsid sleep 4243 & sleep 4244; echo after", 0.5)
+    assert (result.output, result.exit_code, result.limit) == ("before\n", None, "timeout")
+    assert time.monotonic() - begun < 5
+    left = sandbox.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '").output
+    assert "424" not in left
+    assert sandbox.run("echo $KEPT $PWD; kill -0 $EARLIER && echo alive").output == "yes /tmp\nalive\n"
+
+
+def test_timeout_of_builtins_keeps_state(sandbox: Sandbox) -> None:
+    sandbox.run("KEPT=yes")
+    assert sandbox.run("while :; do :; done", 0.3).limit == "timeout"
+    assert sandbox.run("echo $KEPT").output == "yes\n"
+    assert sandbox.run("loop() { while :; do :; done; }; loop", 0.3, fresh=True).limit == "timeout"
+    assert sandbox.run("echo $KEPT").output == "yes\n"
+
+
+def test_flood_is_bounded_while_streaming(sandbox: Sandbox) -> None:
+    result = sandbox.run("echo head; seq 200000; echo tail")
+    assert result.limit is None and result.output.startswith("head\n1\n") and result.output.endswith("tail\n")
+    assert len(result.output) < 11_000 and result.dropped_bytes > 1_000_000
+    assert f"[{result.dropped_bytes} bytes of " in result.output
+    result = sandbox.run("yes", timeout=30)
+    assert (result.limit, result.exit_code) == ("output", None) and len(result.output) < 11_000
+    assert sandbox.run("echo ok").output == "ok\n"
+
+
+def test_output_cannot_forge_the_end(sandbox: Sandbox) -> None:
+    forged = "printf '\\036%s 0\\036' 0123456789abcdef0123456789abcdef; printf '\\036'; echo still here; (exit 9)"
+    result = sandbox.run(forged)
+    assert result.exit_code == 9 and "still here" in result.output
+    spread = "for fd in 1 2 250 251; do echo '0 0' >&$fd; done 2>/dev/null; exit 4"
+    assert sandbox.run(f"({spread})").exit_code == 4
+    assert sandbox.run("echo ok").output == "ok\n"
+
+
+def test_any_bytes_decode(sandbox: Sandbox) -> None:
+    result = sandbox.run(r"printf 'a\xff\xc3b\xe2\x82'; printf '\xe2\x82\xac'; head -c 3000 /dev/urandom >/dev/null")
+    assert result.output.startswith("a��b") and result.output.endswith("€")
+    assert sandbox.run("for i in {0..255}; do printf \"\\\\x$(printf %x $i)\"; done").exit_code == 0
+
+
+@pytest.mark.parametrize(("raw", "expected"), [
+    ("a\x1b[31mred\x1b[0m", "ared"), ("\x1b]52;c;ZXZpbA==\x07x", "x"), ("\x1b]0;title\x1b\\x", "x"),
+    ("\x1bPdata\x1b\\x", "x"), ("\x1bcx", "x"), ("\x1b]unterminated", "unterminated"), ("a\r\nb\rc", "a\nb\nc"),
+    ("a\x9b31mb", "a31mb"), ("a\bb\x00c\td\n", "abc\td\n"),
+])
+def test_control_sequences_are_stripped(raw: str, expected: str) -> None:
+    assert clean(raw) == expected
+
+
+def test_control_sequences_are_stripped_in_a_sandbox(sandbox: Sandbox) -> None:
+    assert sandbox.run(r"printf '\033]0;t\007\033[2Jx\033[0m\n'").output == "x\n"
+
+
+def test_files(sandbox: Sandbox) -> None:
+    sandbox.write("/app/deep/er/data.bin", b"\0\xff")
+    assert sandbox.read("/app/deep/er/data.bin") == b"\0\xff"
+    sandbox.run("mkfifo /app/pipe; ln -s /etc/passwd /app/link; echo 12345 > /app/five")
+    assert sandbox.read("/app/five", limit=3) == b"123" or sandbox.read("/app/five") == b"12345\n"
+    for path in ("/app/pipe", "/app/link", "/app/nothing", "/app"):
+        with pytest.raises(FileNotFoundError):
+            sandbox.read(path)
+
+
+def test_closed_sandbox_is_an_error_not_an_observation(backend: Backend, task: Task) -> None:
+    sandbox = backend.start(task)
+    sandbox.stop()
+    with pytest.raises(SandboxError):
+        sandbox.run("echo alive", timeout=5)
+    sandbox.close()
+    sandbox.close()
+    with pytest.raises(SandboxError):
+        sandbox.run("echo alive")
+
+
+def test_sixteen_threads(backend: Backend, task: Task) -> None:
+    def attempt(number: int) -> tuple[str, bool]:
+        with backend.start(task) as sandbox:
+            sandbox.run(f"NUMBER={number}; " + (SOLUTION if number % 2 else "true"))
+            return sandbox.run("echo $NUMBER").output, verify(backend, task, sandbox).strict
+
+    with ThreadPoolExecutor(16) as threads:
+        assert list(threads.map(attempt, range(16))) == [(f"{i}\n", bool(i % 2)) for i in range(16)]

@@ -1,0 +1,113 @@
+"""Task folders: what is read, and what each mistake is answered with."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import open_or_skip, write_task
+from rsi_sandbox import Backend, TaskError, load_task, open_backend, verify
+from rsi_sandbox.__main__ import main
+
+
+def test_fields_and_defaults(tmp_path: Path) -> None:
+    task = load_task(write_task(tmp_path / "sort-words"))
+    assert (task.name, task.workdir, task.artifacts, task.memory_mb) == ("sort-words", "/app", ("/app",), 512)
+    assert (task.family, task.suite, task.checks, task.network) == ("sorting", "core", 2, False)
+    assert (task.agent_timeout, task.verifier_timeout) == (600.0, 20.0)
+    assert [file.path for file in task.environment] == ["/app", "/app/words.txt"]
+    assert task.variables == (("COLOUR", "red"),) and task.docker_only == ""
+
+
+@pytest.mark.parametrize(("copy", "paths"), [
+    ("COPY files/words.txt /data/in.txt", ["/data/in.txt"]),
+    ("COPY files/words.txt /data/", ["/data/words.txt"]),
+    ("COPY files/words.txt files/words.txt ./", ["/app/words.txt", "/app/words.txt"]),
+    ("COPY files /data", ["/data", "/data/words.txt"]),
+])
+def test_copy_as_docker_does(tmp_path: Path, copy: str, paths: list[str]) -> None:
+    dockerfile = f"FROM debian:bookworm\nWORKDIR /app\n{copy}\n"
+    task = load_task(write_task(tmp_path, **{"environment/Dockerfile": dockerfile}))
+    assert [file.path for file in task.environment] == paths
+
+
+MISTAKES = [
+    ("task.toml", None, "task.toml: file: missing"),
+    ("task.toml", "version = ", "task.toml: TOML"),
+    ("task.toml", "[agent]\ntimeout_sec = 'long'", "task.toml: agent.timeout_sec: 'long'"),
+    ("task.toml", "[verifier]\ntimeout_sec = -1", "task.toml: verifier.timeout_sec: -1"),
+    ("task.toml", "[environment]\nmemory_mb = 0", "task.toml: environment.memory_mb: 0"),
+    ("task.toml", "[environment]\nnetwork_mode = 'offline'", "task.toml: environment.network_mode: 'offline'"),
+    ("task.toml", "artifacts = ['out.txt']", "task.toml: artifacts: 'out.txt'"),
+    ("task.toml", "artifacts = ['/app/../etc']", "task.toml: artifacts: '/app/../etc'"),
+    ("task.toml", "artifacts = 'x'", "task.toml: artifacts: 'x'"),
+    ("task.toml", "[metadata]\nchecks = 'two'", "task.toml: metadata.checks: 'two'"),
+    ("task.toml", "metadata = 3", "task.toml: metadata: 3"),
+    ("instruction.md", None, "instruction.md: file: missing"),
+    ("instruction.md", " \n", "instruction.md: instruction: empty"),
+    ("tests/test.sh", None, "tests/test.sh: file: missing"),
+    ("environment/Dockerfile", None, "environment/Dockerfile: file: missing"),
+    ("environment/Dockerfile", "WORKDIR /app\n", "environment/Dockerfile: FROM: missing"),
+    ("environment/Dockerfile", "FROM debian:bookworm\nCOPY no /app/", "Dockerfile: line 2: COPY: 'no'"),
+    ("environment/Dockerfile", "FROM debian:bookworm\n\nCOPY ../tests /app/", "Dockerfile: line 3: COPY: '../tests'"),
+    ("environment/Dockerfile", "FROM debian:bookworm\nENV A", "Dockerfile: line 2: ENV"),
+    ("environment/Dockerfile", "FROM debian:bookworm\nWORKDIR /", "Dockerfile: line 2: WORKDIR"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), MISTAKES)
+def test_mistakes_name_file_and_field(tmp_path: Path, name: str, text: str | None, message: str) -> None:
+    folder = write_task(tmp_path / "task")
+    if text is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(text)
+    with pytest.raises(TaskError) as caught:
+        load_task(folder)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_folder_and_link_out_of_it(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="not a directory"):
+        load_task(tmp_path / "nothing")
+    folder = write_task(tmp_path / "task")
+    (folder / "environment/files/words.txt").unlink()
+    (folder / "environment/files/words.txt").symlink_to("/etc/passwd")
+    with pytest.raises(TaskError, match="points out of"):
+        load_task(folder)
+
+
+@pytest.mark.parametrize(("dockerfile", "message"), [
+    ("FROM debian:bookworm\nWORKDIR /app\nRUN make\n", "line 3: RUN"),
+    ("FROM debian:bookworm\nUSER nobody\n", "line 2: USER"),
+    ("FROM ubuntu:24.04\n", "ubuntu:24.04"),
+    ("FROM debian:bookworm\nCOPY --chown=1 files /app\n", "line 2: COPY"),
+])
+def test_local_refuses_what_it_does_not_understand(tmp_path: Path, dockerfile: str, message: str) -> None:
+    task = load_task(write_task(tmp_path, **{"environment/Dockerfile": dockerfile}))
+    with open_backend("local", "tests") as backend, pytest.raises(TaskError, match=message):
+        backend.start(task)
+
+
+@pytest.mark.docker
+def test_docker_builds_other_dockerfiles(tmp_path: Path) -> None:
+    dockerfile = ("FROM debian:bookworm-slim\nWORKDIR /work\nCOPY files/ ./\n"
+                  "RUN sort words.txt > sorted.txt && echo built > stale.txt\n")
+    test = ('cd /work; [[ $(<sorted.txt) == apple* && ! -e stale.txt ]] && r=1 || r=0\n'
+            'echo $r > /logs/verifier/reward.txt\n')
+    task = load_task(write_task(tmp_path, test, **{"environment/Dockerfile": dockerfile}))
+    with open_or_skip("docker") as backend:
+        sandbox = backend.start(task)
+        assert sandbox.run("pwd; cat sorted.txt").output == "/work\napple\nfig\npear\n"
+        sandbox.run("rm stale.txt")
+        assert verify(backend, task, sandbox).strict
+
+
+def test_check_command(backend: Backend, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = write_task(tmp_path / "good")
+    assert main(["check", "--sandbox", backend.kind, str(good)]) == 0
+    assert "ok     good: oracle 1 (2/2 checks), no-op 0" in capsys.readouterr().out
+    (good / "solution/solve.sh").write_text("true\n")
+    assert main(["check", "--sandbox", backend.kind, str(good)]) == 1
+    shutil.rmtree(good / "tests")
+    assert main(["check", "--sandbox", backend.kind, str(good)]) == 2
+    assert "tests/test.sh: file: missing" in capsys.readouterr().err
