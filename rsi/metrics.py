@@ -1,6 +1,7 @@
 """One dict a step: a line in `metrics.jsonl`, a line on the screen, a progress bar on a terminal."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,9 @@ class Log:
 
     def step(self, stage: str, phase: str, step: int, of: int, values: Mapping[str, float]) -> None:
         """Record a step's metrics; `step` counts from 1 within the phase."""
-        record: dict[str, Any] = {"stage": stage, "phase": phase, "step": step, **values}
+        # JSON knows no NaN: what is undefined (the explained variance of equal returns) is null.
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        record: dict[str, Any] = {"stage": stage, "phase": phase, "step": step, **finite}
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         shown = (f"{name.split('/')[-1]} {values[name]:.4g}" for name in SHOWN if name in values)

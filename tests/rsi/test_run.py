@@ -1,0 +1,262 @@
+"""The whole loop on preset `smoke`, as a user runs it: what it leaves, who changed, how it resumes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from rsi.chat import Chat
+from rsi.harness import get_harness
+from rsi.rsr import supervised
+from rsi.session import load_pool
+from rsi.trajectory import read
+from rsi.weights import load_tokenizer
+
+STAGES = ["base", "rsr1", "rpr1", "rsr2", "rpr2"]
+JOINT = {
+    "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy", "actor/grad_norm", "actor/lr",
+    "critic/vf_loss", "critic/vf_explained_var", "critic/values/mean", "critic/grad_norm", "reward/mean",
+    "reward/strict", "advantage/mean", "advantage/std", "advantage/nonzero_frac", "rollout/logprob_gap",
+    "rollout/turns", "rollout/tokens", "rollout/done", "rollout/length", "rollout/infra_error", "timing_s/step",
+}  # fmt: skip
+
+
+def command(runs: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "rsi.train", "--preset", "smoke", "--runs", str(runs), *options]
+
+
+def train(runs: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(runs, *options), capture_output=True, text=True, check=False, timeout=280)
+
+
+def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("rsi: error: ") and all(word in line for word in words), line
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, never interrupted."""
+    runs = tmp_path_factory.mktemp("runs")
+    begun = time.monotonic()
+    done = train(runs)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    print(f"smoke took {time.monotonic() - begun:.0f} s")
+    return runs / "smoke-0"
+
+
+def stages(run: Path) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = json.loads((run / "stages.json").read_text())
+    return records
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_time(run: Path) -> tuple[Any, Any]:
+    """Everything that must not depend on when and how often the run was started."""
+    records = [{key: value for key, value in record.items() if key != "seconds"} for record in stages(run)]
+    steps = [{key: value for key, value in step.items() if not key.startswith("timing_s/")} for step in metrics(run)]
+    return records, steps
+
+
+def test_five_stages_in_the_published_form(run: Path) -> None:
+    records = stages(run)
+    assert [record["stage"] for record in records] == STAGES
+    for record in records:
+        evaluation = record["evaluation"]
+        assert set(evaluation["suites"]) == {"core", "hard", "long", "swr"}
+        for suite in evaluation["suites"].values():
+            low, high = suite["ci95"]
+            assert 0 <= low <= suite["strict"] <= high <= 1 and suite["strict"] <= suite["process"] <= 1
+            assert 0 <= suite["greedy"] <= 1 and suite["trials"] > 0
+        rates = [suite["strict"] for suite in evaluation["suites"].values()]
+        assert evaluation["mean"] == pytest.approx(sum(rates) / 4)
+        assert (evaluation["difference"] is None) == (record["stage"] == "base")
+        assert ("funnel" in record) == record["stage"].startswith("rsr") and record["seconds"] > 0
+    by_name = {record["stage"]: record for record in records}
+    for name, before in zip(STAGES[1:], STAGES, strict=False):
+        means = [by_name[stage]["evaluation"]["mean"] for stage in (name, before)]
+        assert by_name[name]["evaluation"]["difference"] == pytest.approx(means[0] - means[1])
+    assert (run / "stages.svg").read_text().startswith("<svg")
+    assert (run / "log.txt").stat().st_size and json.loads((run / "config.json").read_text())["commit"]
+
+
+def test_who_changed_and_who_did_not(run: Path) -> None:
+    actors = [record["actor_sha256"] for record in stages(run)]
+    assert len(set(actors)) == len(actors), "every stage trains the actor"
+    base, rsr1, rpr1, rsr2, rpr2 = (record["critic_sha256"] for record in stages(run))
+    assert base is None and rsr1 is None and rpr1 and rpr2 and rpr2 != rpr1
+    assert rsr2 == rpr1
+    passed = [run / "stages" / folder / "critic" for folder in ("2-rpr1", "3-rsr2")]
+    names = [sorted(path.name for path in folder.iterdir()) for folder in passed]
+    assert names[0] == names[1]
+    assert all((passed[0] / name).read_bytes() == (passed[1] / name).read_bytes() for name in names[0])
+
+
+def test_metrics_have_their_names_and_the_actor_is_frozen_when_it_should_be(run: Path) -> None:
+    steps = metrics(run)
+    phases = {(step["stage"], step["phase"]) for step in steps}
+    assert {("rpr1", "warmup"), ("rpr1", "calibration"), ("rpr1", "joint"), ("rsr1", "train")} <= phases
+    assert ("rpr2", "warmup") not in phases and ("rpr2", "calibration") in phases
+    for step in steps:
+        if step["phase"] == "joint":
+            assert set(step) >= JOINT
+            assert step["rollout/logprob_gap"] < 1e-4
+        elif step["phase"] in ("warmup", "calibration"):
+            assert "actor/grad_norm" not in step and step["critic/grad_norm"] > 0
+
+
+def test_the_critic_explains_returns_and_inheritance_beats_a_fresh_one(run: Path) -> None:
+    steps = metrics(run)
+    for stage in ("rpr1", "rpr2"):
+        first = next(step for step in steps if step["stage"] == stage and step["phase"] == "joint")
+        assert first["critic/vf_explained_var"] > 0
+    first = next(step for step in steps if step["stage"] == "rpr2" and step["phase"] == "calibration")
+    assert first["critic/vf_explained_var"] > first["critic/fresh_vf_explained_var"]
+
+
+def test_the_funnel_narrows_and_its_files_agree(run: Path) -> None:
+    for name, number in (("rsr1", 1), ("rsr2", 3)):
+        funnel = next(record["funnel"] for record in stages(run) if record["stage"] == name)
+        assert funnel["attempts"] == 3 * funnel["tasks"] and funnel["kept"] > 0
+        assert max(funnel["tasks_solved"].values()) <= funnel["tasks_solved_by_any"] <= funnel["tasks"]
+        assert funnel["approved"] <= funnel["runbooks"] and funnel["verified"] <= funnel["executed"]
+        assert funnel["kept"] + sum(funnel["screened_out"].values()) <= funnel["verified"]
+        kept = list(read(run / "stages" / f"{number}-{name}" / "kept.jsonl"))
+        assert len(kept) == funnel["kept"] and all(record.strict and record.runbook for record in kept)
+        harnesses = {path.stem for path in (run / "trajectories" / name).glob("discovery-*.jsonl")}
+        assert harnesses == {"discovery-terminus", "discovery-bash", "discovery-rsrt"}
+
+
+def test_every_recorded_attempt_is_its_prompt_turns_and_observations(run: Path) -> None:
+    chat = Chat(load_tokenizer(run / "stages" / "0-base" / "actor"))
+    tasks = {task.name: task for pool in (load_pool(run / "tasks" / "train"), load_pool(run / "tasks" / "eval"))
+             for of in pool.values() for task in of}  # fmt: skip
+    seen = 0
+    for path in sorted((run / "trajectories").rglob("*.jsonl")):
+        for record in read(path):
+            harness = get_harness(record.harness, "brief")
+            ids = chat.prompt(harness.prompt(tasks[record.task].instruction, record.runbook))
+            assert record.ids[: len(ids)] == ids and not any(record.action[: len(ids)])
+            for number, exchange in enumerate(record.exchanges):
+                sampled = [token for token, turn in zip(record.ids, record.turn, strict=True) if turn == number]
+                assert record.ids[len(ids) : len(ids) + len(sampled)] == sampled
+                ids += sampled
+                if number < record.turns - 1:
+                    ids += chat.observation(exchange.output)
+            assert record.ids == ids, (path, record.task)
+            seen += 1
+    assert seen > 300
+
+
+def test_a_supervised_example_has_the_bare_prompt_and_the_same_turns(run: Path) -> None:
+    chat = Chat(load_tokenizer(run / "stages" / "0-base" / "actor"))
+    tasks = {task.name: task for of in load_pool(run / "tasks" / "train").values() for task in of}
+    harness = get_harness("terminus", "brief")
+    for record in read(run / "stages" / "1-rsr1" / "kept.jsonl"):
+        prompt = chat.prompt(harness.prompt(tasks[record.task].instruction))
+        example = supervised(record, prompt)
+        start = record.action.index(1)
+        assert example.ids == prompt + record.ids[start:] and example.logprob == [] and example.runbook is None
+        assert example.action == [0] * len(prompt) + record.action[start:]
+        assert len(example.ids) == len(example.turn) and len(prompt) < start
+
+
+def test_killed_between_and_within_stages_it_ends_the_same(run: Path, tmp_path: Path) -> None:
+    assert train(tmp_path, "--stage", "rsr1").returncode == 0
+    assert [record["stage"] for record in stages(tmp_path / "smoke-0")] == ["base", "rsr1"]
+    process = subprocess.Popen(command(tmp_path), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("rpr1 calibration 2"):
+            os.kill(process.pid, signal.SIGKILL)
+            break
+    assert process.wait() == -signal.SIGKILL
+    assert (tmp_path / "smoke-0" / "stages" / "2-rpr1.partial").is_dir()
+    done = train(tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert without_time(tmp_path / "smoke-0") == without_time(run)
+
+
+def test_rsr_never_reads_a_solution(run: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    shutil.copytree(run / "tasks", tasks, ignore=shutil.ignore_patterns("solution"))
+    assert not list(tasks.rglob("solve.sh"))
+    done = train(tmp_path, "--tasks", str(tasks), "--stage", "rsr1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for bare, full in zip(stages(tmp_path / "smoke-0"), stages(run), strict=False):
+        assert bare["actor_sha256"] == full["actor_sha256"] and bare.get("funnel") == full.get("funnel")
+
+
+def test_a_folder_of_another_configuration_is_refused_with_the_keys(run: Path) -> None:
+    done = train(run.parent, "--name", run.name, "--rpr.gamma", "0.5", "--seed", "3")
+    refused(done, "rpr.gamma (0.99 → 0.5)", "seed (0 → 3)")
+    assert stages(run)
+
+
+def test_a_finished_run_only_shows_its_table(run: Path) -> None:
+    before = (run / "stages.json").read_bytes()
+    done = train(run.parent)
+    assert done.returncode == 0 and "rpr2" in done.stdout
+    assert (run / "stages.json").read_bytes() == before
+
+
+def test_a_critic_without_its_head_is_refused(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / run.name)
+    shutil.rmtree(tmp_path / run.name / "stages" / "4-rpr2")
+    file = tmp_path / run.name / "stages" / "3-rsr2" / "critic" / "model.safetensors"
+    tensors = {name: tensor for name, tensor in safetensors.torch.load_file(file).items() if "value_head" not in name}
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    refused(train(tmp_path), "value_head", "critic")
+
+
+def test_a_malformed_task_names_file_and_field(run: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    shutil.copytree(run / "tasks", tasks)
+    broken = next(tasks.rglob("train/hard/*/task.toml"))
+    broken.write_text(broken.read_text().replace("timeout_sec = 60.0", 'timeout_sec = "soon"'))
+    refused(train(tmp_path, "--tasks", str(tasks)), str(broken), "timeout_sec", "soon")
+    shutil.rmtree(tasks / "eval" / "swr")
+    broken.unlink()
+    refused(train(tmp_path, "--tasks", str(tasks), "--name", "other"), "eval/swr")
+
+
+def test_zero_advantages_move_no_weight(run: Path, tmp_path: Path) -> None:
+    for folder in ("stages/0-base", "stages/1-rsr1", "tasks"):
+        shutil.copytree(run / folder, tmp_path / run.name / folder)
+    done = train(tmp_path, "--rpr.control", "zero_advantages", "--stage", "rpr1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    _, rsr1, rpr1 = stages(tmp_path / run.name)
+    assert rpr1["actor_sha256"] == rsr1["actor_sha256"] and rpr1["evaluation"]["difference"] == 0
+    outcomes = [
+        (tmp_path / run.name / "stages" / stage / "evaluation.json").read_bytes() for stage in ("1-rsr1", "2-rpr1")
+    ]
+    assert outcomes[0] == outcomes[1]
+
+
+def test_the_checkpoint_loads_in_transformers(run: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = run / "stages" / "4-rpr2" / "actor"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    record = next(read(run / "trajectories" / "rpr2" / "evaluation.jsonl"))
+    with torch.no_grad():
+        logprobs = model(torch.tensor([record.ids])).logits[0, :-1].log_softmax(-1)
+    for position, action in enumerate(record.action):
+        if action:
+            expected = logprobs[position - 1, record.ids[position]].item()
+            assert record.logprob[position] == pytest.approx(expected, abs=1e-3)
+    assert tokenizer.convert_ids_to_tokens(record.ids[-1]) == "<|im_end|>" or record.end == "length"
