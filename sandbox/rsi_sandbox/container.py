@@ -112,8 +112,8 @@ class DockerBackend:
         try:
             output = sandbox.wait(task.verifier_timeout)
             sandbox.stop()
-            reward = sandbox.fetch("/logs/verifier/reward.txt", REPORT_BYTES)
-            return Grade(reward, sandbox.fetch("/logs/verifier/ctrf.json", REPORT_BYTES), output)
+            found = {file.path: file.data for file in sandbox.entries("/logs", REPORT_BYTES, 2, cut=True)}
+            return Grade(found.get("/logs/verifier/reward.txt"), found.get("/logs/verifier/ctrf.json"), output)
         finally:
             sandbox.close()
 
@@ -285,7 +285,7 @@ class DockerSandbox:
         files: list[File] = []
         room = ARTIFACT_BYTES
         for path in paths:
-            for file in self._entries(path, room, ARTIFACT_DEPTH):
+            for file in self.entries(path, room, ARTIFACT_DEPTH):
                 if len(files) == ARTIFACT_FILES:
                     return files
                 room -= len(file.data or b"")
@@ -294,7 +294,7 @@ class DockerSandbox:
 
     def fetch(self, path: str, limit: int) -> bytes | None:
         """Up to `limit` bytes of a regular file, or None."""
-        return next((file.data for file in self._entries(path, limit, 0)), None)
+        return next((file.data for file in self.entries(path, limit, 0, cut=True) if file.data is not None), None)
 
     def wait(self, timeout: float) -> str:
         """The output of the container's process once it has ended."""
@@ -386,8 +386,11 @@ class DockerSandbox:
             except _FAILURES as error:
                 raise SandboxError(f"docker exec failed: {error}") from None
 
-    def _entries(self, path: str, room: int, depth: int) -> Iterator[File]:
-        """Regular files and directories at and below `path`, read from a tar stream that is cut when too long."""
+    def entries(self, path: str, room: int, depth: int, cut: bool = False) -> Iterator[File]:
+        """Regular files and directories at and below `path`, read from a tar stream that ends when too long.
+
+        `room` bytes in all are returned: longer files are left out, or cut.
+        """
         self._require_open()
         try:
             chunks, _ = self._backend.client.api.get_archive(self._name, path)
@@ -405,9 +408,11 @@ class DockerSandbox:
                         continue
                     if member.isdir():
                         yield File(target, None, member.mode & 0o777 | 0o700, int(member.mtime))
-                    elif member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and member.size <= room:
+                    elif member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and (
+                        cut or member.size <= room
+                    ):
                         content = archive.extractfile(member)
-                        data = content.read() if content else b""
+                        data = content.read(room) if content else b""
                         room -= len(data)
                         yield File(target, data, member.mode & 0o777, int(member.mtime))
         except _TooLong:

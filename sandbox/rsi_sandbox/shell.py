@@ -21,24 +21,24 @@ RESTARTED = "[the shell ended with status {}; a new one was started]"
 _START_SECONDS = 30.0
 _GRACE = ((0.2, "interrupt"), (1.0, "restart"), (3.0, None))  # seconds given to the shell, then what is tried
 
-# One line, so that bash's messages say "line 1". USR2 leaves a loop of builtins without losing the state.
+# One line, so that bash's messages say "line 1". USR2 leaves a loop of builtins without losing the state;
+# `jobs` (into /dev/null) keeps "Killed" notices, which name process ids, out of the next command's output.
 _DRIVER = (
     '__rsi_i=; trap "__rsi_i=1; break 99" USR2; while IFS=" " builtin read -r -u 250 __rsi_k __rsi_a __rsi_b; do '
     'if [[ $__rsi_k == C ]]; then LC_ALL=C builtin read -r -N "$__rsi_b" -u 250 __rsi_c; export RSI_COMMAND=$__rsi_a; '
-    'builtin eval "$__rsi_c" </dev/null >&251 2>&1 250<&- 251>&-; __rsi_s=$? __rsi_x=; '
+    'builtin jobs; builtin eval "$__rsi_c" </dev/null >&251 2>&1 250<&- 251>&-; __rsi_s=$? __rsi_x=; '
     'elif [[ $__rsi_k == F ]]; then LC_ALL=C builtin read -r -N "$__rsi_b" -u 250 __rsi_c; '
     "(builtin cd @WORKDIR; exec -c /bin/bash --noprofile --norc -c "
     '"export @EXPORTS RSI_COMMAND=$__rsi_a; eval \\"\\$1\\"" bash "$__rsi_c") '
     "</dev/null >&251 2>&1 250<&- 251>&-; __rsi_s=$? __rsi_x=; "
-    "else builtin printf '\\036%s %d %d%s\\036' \"$__rsi_a\" \"$__rsi_s\" $$ \"$__rsi_x\" >&251; fi; done; "
+    "else IFS=\" \" builtin read -r __rsi_t __rsi_b </proc/uptime; "
+    "builtin printf '\\036%s %d %d %s%s\\036' \"$__rsi_a\" \"$__rsi_s\" $$ \"${__rsi_t/./}\" \"$__rsi_x\" >&251; fi; done; "
     'if [[ -n $__rsi_i ]]; then __rsi_i= __rsi_s=130; builtin eval "$__rsi_d"; fi; kill -USR1 $PPID; exit 0'
 )
 
 # Runs as root inside the sandbox, builtins only: it must work where no process can be started.
 KILL = r"""
-mode=$1 marker=$2 elapsed=$3 shell=$4
-read -r up _ </proc/uptime
-since=$(( 10#${up/./} - elapsed - 3 ))
+mode=$1 marker=$2 since=$3 shell=$4
 for round in {1..500}; do
   found=0
   for d in /proc/[0-9]*; do
@@ -88,6 +88,7 @@ exit 1
 
 THAW = "for d in /proc/[0-9]*; do p=${d#/proc/}; (( p == 1 || p == $$ )) || kill -CONT $p; done 2>/dev/null; exit 0"
 
+_MARK = re.compile(rb" (\d+) (\d+) (\d+)( x)?\x1e")
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI
     r"|\x1b[\]PX^_][^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"  # OSC, DCS, SOS, PM, APC with their text
@@ -174,6 +175,7 @@ class Shell:
         self.script = script
         self.number = 0
         self.process = 0  # the shell's process id inside the sandbox
+        self.offset = 0  # clock ticks since boot in the sandbox, less ours
         end = _End(secrets.token_hex(16).encode())
         self.channel.send(b"N %b\n" % end.nonce, time.monotonic() + _START_SECONDS)
         deadline = time.monotonic() + _START_SECONDS
@@ -182,7 +184,7 @@ class Shell:
             if time.monotonic() > deadline:
                 raise SandboxError(f"the shell did not start; it said {heard[-500:]!r}")
             heard += end.feed(self.channel.receive(deadline - time.monotonic()))
-        self.process = end.process
+        self._learn(end)
 
     def run(self, command: str, timeout: float, fresh: bool) -> Result:
         self.number += 1
@@ -200,7 +202,7 @@ class Shell:
             while (remaining := deadline - time.monotonic()) > 0:
                 collected.feed(end.feed(self.channel.receive(remaining)))
                 if end.status is not None:
-                    self.process = end.process
+                    self._learn(end)
                     text, dropped = collected.text()
                     if end.restarted:
                         text += ("\n" if text and not text.endswith("\n") else "") + RESTARTED.format(end.status) + "\n"
@@ -215,17 +217,21 @@ class Shell:
         self._stop(end, begun)
         return Result(text, None, limit, dropped)
 
+    def _learn(self, end: "_End") -> None:
+        self.process = end.process
+        self.offset = end.ticks - int(time.monotonic() * 100)
+
     def _stop(self, end: "_End", begun: float) -> None:
         """Kill the running command's processes and bring the shell back, its state kept where that is possible."""
-        elapsed = int((time.monotonic() - begun) * 100)  # clock ticks
-        if self.script(KILL, "command", str(self.number), str(elapsed), str(self.process)):
+        since = int(begun * 100) + self.offset - 1
+        if self.script(KILL, "command", str(self.number), str(since), str(self.process)):
             raise SandboxError("the processes of a timed-out command could not be killed")
         for grace, action in _GRACE:
             deadline = time.monotonic() + grace
             while (remaining := deadline - time.monotonic()) > 0:
                 end.feed(self.channel.receive(remaining))
                 if end.status is not None:
-                    self.process = end.process
+                    self._learn(end)
                     return
             if action:
                 self.script(KILL, action, str(self.number), "0", "0")
@@ -244,6 +250,7 @@ class _End:
         self.pending = b""
         self.status: int | None = None
         self.process = 0
+        self.ticks = 0
         self.restarted = False
 
     def feed(self, data: bytes) -> bytes:
@@ -255,12 +262,12 @@ class _End:
             at = at if at >= 0 and self.start.startswith(data[at : at + len(self.start)]) else len(data)
             self.pending = data[at:]
             return data[:at]
-        body, found, _ = data[at + len(self.start) :].partition(b"\x1e")
+        found = _MARK.match(data, at + len(self.start))
         if found:
-            status, process, *flags = body.split()
-            self.status, self.process, self.restarted = int(status), int(process), bool(flags)
+            self.status, self.process, self.ticks = (int(found[i]) for i in (1, 2, 3))
+            self.restarted = bool(found[4])
         self.pending = data[at:]
-        return data[:at] if not found or at else b""
+        return data[:at]
 
     def rest(self) -> bytes:
         return b"" if self.status is not None or self.pending.startswith(self.start) else self.pending

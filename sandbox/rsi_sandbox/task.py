@@ -226,10 +226,10 @@ def _variables(where: str, rest: str) -> dict[str, str]:
         words = shlex.split(rest)
     except ValueError as error:
         raise TaskError(f"{where}: {rest!r}: {error}; use NAME=value") from None
-    if words and "=" not in words[0]:
+    if len(words) > 1 and "=" not in words[0]:
         words = [f"{words[0]}={rest.partition(' ')[2].strip()}"]
     pairs = dict(word.partition("=")[::2] for word in words)
-    if not pairs or not all(name.isidentifier() for name in pairs):
+    if not words or not all("=" in word for word in words) or not all(name.isidentifier() for name in pairs):
         raise TaskError(f"{where}: {rest!r}: not of the form NAME=value; correct it")
     return pairs
 

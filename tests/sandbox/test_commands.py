@@ -113,7 +113,7 @@ def test_files(sandbox: Sandbox) -> None:
     sandbox.write("/app/deep/er/data.bin", b"\0\xff")
     assert sandbox.read("/app/deep/er/data.bin") == b"\0\xff"
     sandbox.run("mkfifo /app/pipe; ln -s /etc/passwd /app/link; echo 12345 > /app/five")
-    assert sandbox.read("/app/five", limit=3) == b"123" or sandbox.read("/app/five") == b"12345\n"
+    assert sandbox.read("/app/five", limit=3) == b"123"
     for path in ("/app/pipe", "/app/link", "/app/nothing", "/app"):
         with pytest.raises(FileNotFoundError):
             sandbox.read(path)

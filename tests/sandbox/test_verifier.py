@@ -50,12 +50,12 @@ def test_attacks_score_nothing(backend: Backend, task: Task, attack: str) -> Non
 
 def test_only_regular_files_are_taken_and_bounds_hold(backend: Backend, task: Task) -> None:
     with backend.start(task) as sandbox:
-        sandbox.run("mkfifo p; ln -s /etc/passwd l; ln -s / root; truncate -s 900M sparse; mkdir -p a/b; echo x > a/b/f; "
+        sandbox.run("mkfifo p; ln -s /etc/passwd l; ln -s / root; truncate -s 900M zz-sparse; mkdir -p a/b; echo x > a/b/f; "
                     "chmod 4755 a/b/f; d=.; for i in {1..40}; do d=$d/d; mkdir $d; done; echo y > $d/deep")
         sandbox.stop()
         taken = {file.path: file for file in sandbox.take(("/app", "/missing"))}
     assert {"/app", "/app/a", "/app/a/b", "/app/a/b/f", "/app/words.txt"} <= set(taken)
-    assert not {"/app/p", "/app/l", "/app/root", "/app/sparse"} & set(taken)
+    assert not {"/app/p", "/app/l", "/app/root", "/app/zz-sparse"} & set(taken)
     assert not any(path.startswith("/app/root/") or path.endswith("deep") for path in taken)
     assert taken["/app/a/b/f"].data == b"x\n" and taken["/app/a/b/f"].mode & 0o7000 == 0
 
