@@ -89,6 +89,7 @@ def _fill(condition: Condition, world: World) -> Condition:
 
 def core(family: str, kinds: tuple[str, ...]) -> Callable[[random.Random], TaskSpec]:
     """The family that draws one step of one of `kinds`."""
+
     def draw(rng: random.Random) -> TaskSpec:
         draft = Draft(rng)
         draft.make(rng.choice(kinds))

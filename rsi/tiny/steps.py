@@ -43,7 +43,6 @@ class Draft:
         self.files: dict[str, str] = {}
         self.world = World({})
         self.steps: list[Step] = []
-        self.places: set[str] = set()
 
     def word(self) -> str:
         """A word this task has not used."""
@@ -106,9 +105,7 @@ def _derive(kind: str, sentences: list[str], right: str, habit: str, solve: str)
             "w": draft.rng.choice(lines),
             "k": draft.rng.randint(2, 3),
         }
-        said, do, wrong, solved = (
-            part.format(**values) for part in (draft.rng.choice(sentences), right, habit, solve)
-        )
+        said, do, wrong, solved = (part.format(**values) for part in (draft.rng.choice(sentences), right, habit, solve))
         kept = (Same(b, ""), Same(a, "")) if source is None else (Same(b, ""),)
         return Step(kind, said, do, wrong, solved, {kind: kept}), b
 
@@ -171,7 +168,7 @@ def _clean(draft: Draft, source: str | None, place: str) -> Made:
 
 
 def _empty(draft: Draft, source: str | None, place: str) -> Made:
-    a = draft.file(f"{place if place in draft.files else ''}{draft.word()}.log", f"{draft.word()} {draft.word()}\n")
+    a = draft.file(f"{draft.word()}.log", f"{draft.word()} {draft.word()}\n")
     sentence = draft.rng.choice([f"Empty {a} but keep the file.", f"Clear the text of {a}."])
     return Step("empty", sentence, f"truncate -s 0 {a}", f"rm {a}", f": >/app/{a}", {"empty": (Same(a, ""),)}), a
 
@@ -210,9 +207,7 @@ def _set(draft: Draft, source: str | None, place: str) -> Made:
 def _add_line(kind: str, where: list[str], right: str, habit: str, solve: str) -> Callable[..., Made]:
     def make(draft: Draft, source: str | None, place: str) -> Made:
         a, w = source or draft.text(), draft.word()
-        said, do, wrong, solved = (
-            part.format(a=a, w=w) for part in (draft.rng.choice(where), right, habit, solve)
-        )
+        said, do, wrong, solved = (part.format(a=a, w=w) for part in (draft.rng.choice(where), right, habit, solve))
         return Step(kind, said, do, wrong, solved, {kind: (Same(a, ""),)}), a
 
     return make
