@@ -3,6 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import Literal
 
 from . import SandboxError, TaskError, load_task, open_backend, verify
 from .task import read_folder
@@ -29,7 +30,7 @@ def main(arguments: list[str]) -> int:
         return 2
 
 
-def _check(folders: list[Path], kind: str) -> int:
+def _check(folders: list[Path], kind: Literal["auto", "local", "docker"]) -> int:
     failed = 0
     with open_backend(kind, "check") as backend:
         print(f"sandbox {backend.kind}: {backend.reason}")

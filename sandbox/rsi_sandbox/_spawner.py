@@ -1,11 +1,12 @@
-# ruff: noqa: PTH  (pathlib would double the start-up of this process)
+# ruff: noqa: PTH101, PTH102, PTH103, PTH106, PTH110, PTH112, PTH114, PTH115, PTH120, PTH123, PTH208, PTH211
 """The small process behind the local backend; run by `local.py`, imports only the standard library.
 
 It is exec'd once from the (large) caller, gives up root for good, enters a user and mount namespace of its
 own and builds the read-only system tree that every sandbox shares. For each sandbox it clones a child into
 fresh user, mount, pid, ipc, uts and net namespaces; that child is process 1 of the sandbox and serves the
 caller over one socket. The agent's shell runs one user namespace further down, as an unprivileged uid
-without capabilities, and may create no namespaces itself. When the caller dies, everything here dies.
+without capabilities, and may create no namespaces itself. A verifier's tests are process 1 themselves. When
+the caller dies, everything here dies. (No pathlib: the fewer pages this process has, the cheaper its clones.)
 """
 
 import ctypes
@@ -217,9 +218,7 @@ class Init:
             if message["agent"]:
                 self.start_shell("0")
             else:
-                self.start(message["arguments"], self.pipes, agent=False)
-                os.close(command_in)
-                os.close(command_out)
+                self.become(message["arguments"], self.pipes, agent=False)
         except OSError as error:
             self.send({"error": f"{error}"})
             return
@@ -336,10 +335,14 @@ class Init:
                 self.waited = child
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             return
+        self.become(arguments, pipes, agent)
+
+    def become(self, arguments: list[str], pipes: tuple[int, int], agent: bool) -> None:
+        """Replace this process by a program: the agent's shell without privileges, anything else as root."""
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             os.setsid()
             os.dup2(pipes[0], 0)
             os.dup2(pipes[1], 1)

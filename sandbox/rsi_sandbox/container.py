@@ -6,7 +6,6 @@ would; unlike `--init`'s, it survives an agent's `kill -9 -1`.
 """
 
 import hashlib
-import io
 import os
 import re
 import secrets
@@ -27,7 +26,8 @@ import docker.errors
 import requests.exceptions
 from docker.types import LogConfig, Ulimit
 
-from . import shell
+from . import artifacts, shell
+from .archive import TarStream, TooLong, pack
 from .image import BASE
 from .records import (
     AGENT_PROCESSES,
@@ -47,7 +47,6 @@ _LABEL = "rsi.owner"
 _API_SECONDS = 60
 _STAGE = "/.rsi"
 _FILE_BYTES = 1 << 30
-_STREAM_BYTES = 4 * ARTIFACT_BYTES
 _OUTER = (
     'trap "exit 0" USR1; s=0; while :; do /bin/bash --noprofile --norc -c "$1" bash $s; s=$?; done'
 )
@@ -67,6 +66,7 @@ class DockerBackend:
         self._local = threading.local()
         self._lock = threading.Lock()
         self._live: set[str] = set()
+        self._build_lock = threading.Lock()
         self._images: dict[str, str] = {}
         try:
             self.client.ping()
@@ -94,20 +94,17 @@ class DockerBackend:
             raise
         return sandbox
 
-    def grade(self, task: Task, artifacts: Sequence[File]) -> Grade:
-        """Run the task's tests in a clean container that holds `artifacts` in place of the artifact paths."""
-        tests = [File("/logs/verifier", None, 0o755), File("/tests", None, 0o755),
-                 *read_folder(task.folder / "tests", "/tests")]
+    def grade(self, task: Task, left: Sequence[File]) -> Grade:
+        """Run the task's tests in a clean container that holds what was `left` in place of the artifact paths."""
+        tests = [File("/logs/verifier", None, 0o755), File("/tests", None, 0o755), *task.tests]
         if task.docker_only:  # the image itself holds what the artifacts replace
             roots = " ".join(f"'{path}'" for path in task.artifacts if "'" not in path)
             command = ["/bin/bash", "-c", f"rm -rf -- {roots}; cp -a {_STAGE}/. / && rm -rf {_STAGE}; "
                        f"cd '{task.workdir}'; exec /bin/bash /tests/test.sh"]
-            files = [File(_STAGE + file.path, file.data, file.mode, file.mtime) for file in [*artifacts, *tests]]
+            files = [File(_STAGE + file.path, file.data, file.mode, file.mtime) for file in [*left, *tests]]
         else:
             command = ["/bin/bash", "/tests/test.sh"]
-            kept = [file for file in task.environment if not any(
-                file.path == root or file.path.startswith(f"{root}/") for root in task.artifacts)]
-            files = [*kept, *artifacts, *tests]
+            files = [*artifacts.outside(task.environment, task.artifacts), *left, *tests]
         sandbox = self._create(task, command, shell.environment(dict(task.variables), HOME), files)
         try:
             output = sandbox.wait(task.verifier_timeout)
@@ -138,7 +135,7 @@ class DockerBackend:
                     ulimits=[Ulimit(name="fsize", soft=_FILE_BYTES, hard=_FILE_BYTES),
                              Ulimit(name="core", soft=0, hard=0)],
                 )
-                self.client.api.put_archive(name, "/", _archive(files))
+                self.client.api.put_archive(name, "/", pack(files))
                 sandbox = DockerSandbox(self, name)
                 self.client.api.start(name)
                 return sandbox
@@ -152,7 +149,7 @@ class DockerBackend:
 
     def _image(self, task: Task) -> str:
         key = str(task.folder) if task.docker_only else task.base
-        with self._lock:
+        with self._build_lock:
             if key not in self._images:
                 self._images[key] = self._build(task) if task.docker_only else self._base(task.base)
             return self._images[key]
@@ -182,7 +179,7 @@ class DockerBackend:
         text = (folder / "Dockerfile").read_text()
         text = re.sub(r"(?im)^(\s*FROM\s+)(debian:bookworm\S*)", lambda found: found[1] + self._base(found[2]), text)
         kept = [file for file in files if file.path != "/Dockerfile"]
-        context = _archive([*kept, File("/Dockerfile", text.encode())])
+        context = pack([*kept, File("/Dockerfile", text.encode())])
         with tempfile.TemporaryFile() as archive:
             archive.write(context)
             archive.seek(0)
@@ -258,7 +255,7 @@ class DockerSandbox:
         return data
 
     def write(self, path: str, data: bytes) -> None:
-        self._api("put_archive", "/", _archive([File(path, data, mtime=int(time.time()))]))
+        self._api("put_archive", "/", pack([File(path, data, mtime=int(time.time()))]))
 
     def freeze(self) -> None:
         """Stop every process; returns when the daemon confirms it."""
@@ -359,7 +356,10 @@ class DockerSandbox:
             self._ended = True
         self._pending += data
         parts = []
-        while len(self._pending) >= 8 and len(self._pending) >= 8 + (size := struct.unpack(">I", self._pending[4:8])[0]):
+        while len(self._pending) >= 8:
+            size = struct.unpack(">I", self._pending[4:8])[0]
+            if len(self._pending) < 8 + size:
+                break
             parts.append(self._pending[8:8 + size])
             self._pending = self._pending[8 + size:]
         return b"".join(parts)
@@ -400,7 +400,7 @@ class DockerSandbox:
             raise SandboxError(f"docker get_archive failed: {error}") from None
         base = PurePosixPath(path)
         try:
-            with tarfile.open(fileobj=_Stream(chunks), mode="r|") as archive:
+            with tarfile.open(fileobj=TarStream(chunks), mode="r|") as archive:
                 for member in archive:
                     parts = PurePosixPath(member.name).parts[1:]
                     target = str(base.joinpath(*parts))
@@ -415,50 +415,12 @@ class DockerSandbox:
                         data = content.read(room) if content else b""
                         room -= len(data)
                         yield File(target, data, member.mode & 0o777, int(member.mtime))
-        except _TooLong:
+        except TooLong:
             return
         except (tarfile.TarError, *_FAILURES) as error:
             raise SandboxError(f"the files of {path} could not be read: {error}") from None
         finally:
             chunks.close()
-
-
-class _TooLong(Exception):
-    pass
-
-
-class _Stream(io.RawIOBase):
-    """File object over the chunks of a tar stream, ending in _TooLong after _STREAM_BYTES."""
-
-    def __init__(self, chunks: Iterator[bytes]):
-        self.chunks = chunks
-        self.buffer = b""
-        self.room = _STREAM_BYTES
-
-    def read(self, size: int = -1) -> bytes:
-        while len(self.buffer) < size and (chunk := next(self.chunks, b"")):
-            self.buffer += chunk
-            self.room -= len(chunk)
-            if self.room < 0:
-                raise _TooLong
-        data, self.buffer = self.buffer[:size], self.buffer[size:]
-        return data
-
-
-def _archive(files: Iterable[File]) -> bytes:
-    """A tar archive of the files, owned by root, with every parent directory."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for file in files:
-            member = tarfile.TarInfo(file.path.lstrip("/"))
-            member.mode, member.mtime = file.mode, file.mtime
-            if file.data is None:
-                member.type = tarfile.DIRTYPE
-                archive.addfile(member)
-            else:
-                member.size = len(file.data)
-                archive.addfile(member, io.BytesIO(file.data))
-    return stream.getvalue()
 
 
 def _namespace() -> str:

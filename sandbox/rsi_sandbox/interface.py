@@ -59,8 +59,8 @@ class Backend(Protocol):
         """A sandbox with the task's environment and the agent's shell in its working directory."""
         ...
 
-    def grade(self, task: Task, artifacts: Sequence[File]) -> Grade:
-        """Run the task's tests in a clean environment that holds `artifacts` in place of the artifact paths."""
+    def grade(self, task: Task, left: Sequence[File]) -> Grade:
+        """Run the task's tests in a clean environment that holds what was `left` in place of the artifact paths."""
         ...
 
     def close(self) -> None:

@@ -1,27 +1,24 @@
 """The local backend: Linux namespaces, no daemon. What it isolates and what it does not: see the README."""
 
+import contextlib
 import json
 import os
 import select
 import signal
 import socket
-import stat
 import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from . import shell
+from . import artifacts, shell
 from .records import (
     AGENT_PROCESSES,
-    ARTIFACT_BYTES,
-    ARTIFACT_DEPTH,
-    ARTIFACT_FILES,
     DISK_MB,
     REPORT_BYTES,
     File,
@@ -30,11 +27,10 @@ from .records import (
     SandboxError,
     TaskError,
 )
-from .task import Task, read_folder
+from .task import Task
 
 HOME = "/home/agent"
 _ANSWER_SECONDS = 60.0
-_NO_FOLLOW = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class LocalBackend:
@@ -68,11 +64,10 @@ class LocalBackend:
         arguments = [*shell.SHELL, shell.driver(task.workdir, variables), "bash"]
         return self._build(task, task.environment, arguments, variables, task.agent_timeout, agent=True)
 
-    def grade(self, task: Task, artifacts: Sequence[File]) -> Grade:
-        """Run the task's tests in a clean environment that holds `artifacts` in place of the artifact paths."""
-        kept = [file for file in task.environment if not _below(file.path, task.artifacts)]
-        tests = [File("/logs/verifier", None, 0o755), File("/tests", None, 0o755)]
-        files = [*kept, *artifacts, *tests, *read_folder(task.folder / "tests", "/tests")]
+    def grade(self, task: Task, left: Sequence[File]) -> Grade:
+        """Run the task's tests in a clean environment that holds what was `left` in place of the artifact paths."""
+        kept = artifacts.outside(task.environment, task.artifacts)
+        files = [*kept, *left, File("/logs/verifier", None, 0o755), File("/tests", None, 0o755), *task.tests]
         variables = shell.environment(dict(task.variables), "/root")
         arguments = ["/bin/bash", "/tests/test.sh"]
         sandbox = self._build(task, files, arguments, variables, task.verifier_timeout, agent=False)
@@ -180,7 +175,9 @@ class LocalSandbox:
 
     def stop(self) -> None:
         """Kill every process; returns when the kernel says that the last one is gone."""
-        signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        self._require_open()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
         gone = select.poll()
         gone.register(self._process, select.POLLIN)
         if not gone.poll(_ANSWER_SECONDS * 1000):
@@ -188,15 +185,13 @@ class LocalSandbox:
 
     def take(self, paths: Sequence[str]) -> list[File]:
         """Directories and regular files at and below `paths`, bounded in number, bytes and depth."""
-        return _Taker(self._root).take(paths)
+        return artifacts.Taker(self._root).take(paths)
 
     def close(self) -> None:
         """End the sandbox; harmless when repeated."""
         if self._descriptors:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             for descriptor in self._descriptors:
                 os.close(descriptor)
             self._descriptors = []
@@ -213,32 +208,26 @@ class LocalSandbox:
         """The output of the sandbox's one process (a verifier's) once it has ended."""
         collected = shell.Output()
         deadline = time.monotonic() + timeout
-        while self._exit is None:
+        events = select.poll()
+        events.register(self._out, select.POLLIN)
+        events.register(self._process, select.POLLIN)
+        while True:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise SandboxError(f"the tests did not end within {timeout:g} s; they wrote: {collected.text()[0]!r}")
-            collected.feed(self.receive(remaining))
-        while data := self._read_output():
-            collected.feed(data)
-            if collected.total > 1 << 24:
-                break
-        return collected.text()[0]
+            ready = dict(events.poll(remaining * 1000))
+            if self._out in ready:
+                data = self._read_output()
+                collected.feed(data)
+                if not data:
+                    events.unregister(self._out)
+            elif self._process in ready:
+                return collected.text()[0]
 
     def fetch(self, path: str, limit: int) -> bytes | None:
-        """Up to `limit` bytes of a regular file reached without links, or None."""
+        """Up to `limit` bytes of a regular file, or None."""
         self._require_open()
-        try:
-            parent = _open_directory(self._root, str(PurePosixPath(path).parent))
-            try:
-                descriptor = os.open(PurePosixPath(path).name, _NO_FOLLOW, dir_fd=parent)
-            finally:
-                os.close(parent)
-        except OSError:
-            return None
-        try:
-            return _read_at_most(descriptor, limit) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
-        finally:
-            os.close(descriptor)
+        return artifacts.fetch(self._root, path, limit)
 
     def send(self, data: bytes, deadline: float) -> None:
         self._require_open()
@@ -326,74 +315,3 @@ class LocalSandbox:
         if "exit" in message:
             self._exit = message["exit"]
         return message
-
-
-class _Taker:
-    """Reads files below a directory descriptor, following no link and opening nothing but regular files."""
-
-    def __init__(self, root: int):
-        self.root = root
-        self.files: list[File] = []
-        self.room = ARTIFACT_BYTES
-
-    def take(self, paths: Sequence[str]) -> list[File]:
-        for path in paths:
-            name = PurePosixPath(path).name
-            try:
-                parent = _open_directory(self.root, str(PurePosixPath(path).parent))
-            except OSError:
-                continue
-            try:
-                self._entry(parent, name, path, 0)
-            finally:
-                os.close(parent)
-        return self.files
-
-    def _entry(self, parent: int, name: str, path: str, depth: int) -> None:
-        if len(self.files) >= ARTIFACT_FILES or depth > ARTIFACT_DEPTH:
-            return
-        try:
-            path.encode()
-            kind = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
-            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-                return
-            descriptor = os.open(name, _NO_FOLLOW, dir_fd=parent)
-        except (OSError, UnicodeEncodeError):
-            return
-        try:
-            status = os.fstat(descriptor)
-            mode, mtime = status.st_mode & 0o777, int(status.st_mtime)
-            if stat.S_ISDIR(status.st_mode):
-                self.files.append(File(path, None, mode | 0o700, mtime))
-                for entry in sorted(os.listdir(descriptor)):
-                    self._entry(descriptor, entry, f"{path}/{entry}", depth + 1)
-            elif stat.S_ISREG(status.st_mode) and status.st_size <= self.room:
-                data = _read_at_most(descriptor, self.room)
-                self.room -= len(data)
-                self.files.append(File(path, data, mode, mtime))
-        finally:
-            os.close(descriptor)
-
-
-def _open_directory(root: int, path: str) -> int:
-    """A descriptor of the directory at absolute `path` below `root`, refusing links on the way."""
-    current = os.dup(root)
-    for part in PurePosixPath(path).parts[1:]:
-        try:
-            following = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
-        finally:
-            os.close(current)
-        current = following
-    return current
-
-
-def _read_at_most(descriptor: int, limit: int) -> bytes:
-    parts = []
-    while limit > 0 and (part := os.read(descriptor, min(limit, 1 << 20))):
-        parts.append(part)
-        limit -= len(part)
-    return b"".join(parts)
-
-
-def _below(path: str, roots: Iterable[str]) -> bool:
-    return any(path == root or path.startswith(f"{root}/") for root in roots)

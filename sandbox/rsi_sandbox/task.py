@@ -8,7 +8,7 @@ Source: Harbor 0.26 (`harbor/models/task/config.py`); the subset read here is li
 import shlex
 import stat
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,7 +19,8 @@ _MAX_FOLDER_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Task:
-    """One task. `environment` holds the files that COPY puts into the image and `variables` its ENV.
+    """One task. `environment` holds the files that COPY puts into the image and `variables` its ENV; `tests`
+    holds the files of tests/, which no agent's sandbox ever sees.
 
     `docker_only` says which Dockerfile line only a real image build understands, or is empty.
     Timeouts are seconds. `family`, `suite` and `checks` come from [metadata] ("" / "" / 0 when absent).
@@ -34,7 +35,8 @@ class Task:
     artifacts: tuple[str, ...]
     memory_mb: int
     network: bool
-    environment: tuple[File, ...]
+    environment: tuple[File, ...] = field(repr=False)
+    tests: tuple[File, ...] = field(repr=False)
     variables: tuple[tuple[str, str], ...]
     base: str
     docker_only: str
@@ -80,6 +82,7 @@ def load_task(folder: Path) -> Task:
         memory_mb=int(environment.positive("memory_mb", 2048)),
         network=network == "public",
         environment=tuple(image.files),
+        tests=tuple(read_folder(folder / "tests", "/tests")),
         variables=tuple(image.variables.items()),
         base=image.base,
         docker_only=image.docker_only,
@@ -123,7 +126,7 @@ class _Fields:
 
     def value(self, key: str, kind: type, default: Any) -> Any:
         value = self.fields.get(key, default)
-        if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
+        if not isinstance(value, kind) or isinstance(value, bool):
             wanted = {str: "text", int: "a whole number", dict: "a table"}[kind]
             raise TaskError(f"{self.file}: {self.prefix}{key}: {value!r} is not {wanted}; correct it or leave it out")
         return value
@@ -253,8 +256,8 @@ def _copy(where: str, folder: Path, rest: str, workdir: str) -> list[File]:
             if not any(file.path == destination for file in files) and destination != "/":
                 files.insert(0, File(destination, None, 0o755))
         elif path.is_file():
-            mode = 0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644
-            files.append(File(f"{destination.rstrip('/')}/{path.name}" if into else destination, path.read_bytes(), mode))
+            name = f"{destination.rstrip('/')}/{path.name}" if into else destination
+            files.append(File(name, path.read_bytes(), 0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644))
         else:
             raise TaskError(f"{where}: {source!r}: no such file in {folder}; add it or correct the line")
     return files

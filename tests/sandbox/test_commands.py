@@ -4,9 +4,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import SOLUTION
 from rsi_sandbox import Backend, Sandbox, SandboxError, Task, verify
 from rsi_sandbox.shell import clean
+from sandbox_tasks import SOLUTION
 
 
 def test_state_persists_unless_fresh(sandbox: Sandbox) -> None:
@@ -25,7 +25,9 @@ def test_exit_codes_and_environment(sandbox: Sandbox) -> None:
     assert sandbox.run("read line; echo \"[$line]\"").output == "[]\n"  # nothing waits on standard input
 
 
-@pytest.mark.parametrize("command", ["echo 'unclosed", 'echo "unclosed', "cat <<END\nnever", "if true; then", "echo $("])
+@pytest.mark.parametrize("command", [
+    "echo 'unclosed", 'echo "unclosed', "cat <<END\nnever", "if true; then", "echo $(",
+])
 def test_unclosed_command_does_not_wedge_the_shell(sandbox: Sandbox, command: str) -> None:
     sandbox.run("KEPT=yes")
     assert sandbox.run(command, timeout=5).limit is None

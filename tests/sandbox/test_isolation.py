@@ -10,8 +10,8 @@ from pathlib import Path
 
 import docker
 import pytest
-from conftest import open_or_skip, write_task
-from rsi_sandbox import Backend, Sandbox, SandboxError, Task, load_task, open_backend
+from rsi_sandbox import Sandbox, SandboxError, Task, load_task, open_backend
+from sandbox_tasks import open_or_skip, write_task
 
 PROJECT = Path(__file__).parents[2]
 
@@ -50,7 +50,7 @@ def test_local_agent_has_no_privileges(task: Task) -> None:
 def test_fork_bomb_is_harmless(sandbox: Sandbox) -> None:
     result = sandbox.run("bomb() { bomb | bomb & }; bomb; sleep 100", timeout=2)
     assert result.limit == "timeout" or result.exit_code is not None
-    assert len(os.listdir("/proc")) < 5000
+    assert len(list(Path("/proc").iterdir())) < 5000
     deadline = time.monotonic() + 10
     while sandbox.run("echo ok").output != "ok\n":
         assert time.monotonic() < deadline
@@ -120,6 +120,15 @@ def test_dead_container_is_an_error(tmp_path: Path) -> None:
 def test_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="'dokcer' is unknown"):
         open_backend("dokcer", "tests")  # type: ignore[arg-type]
+
+
+def test_kernel_without_user_namespaces_gets_one_clear_line() -> None:
+    program = ("from pathlib import Path\nfrom rsi_sandbox import SandboxError, open_backend\n"
+               "Path('/proc/sys/user/max_user_namespaces').write_text('0')\n"
+               "try:\n    open_backend('local', 'tests')\nexcept SandboxError as error:\n    print(error)\n")
+    done = subprocess.run(["unshare", "--user", "--map-root-user", sys.executable, "-c", program],
+                          capture_output=True, text=True)
+    assert done.stdout.count("\n") == 1 and "user namespaces" in done.stdout and "docker" in done.stdout, done
 
 
 def test_ordinary_user_can_use_the_local_backend() -> None:

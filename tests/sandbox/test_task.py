@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import open_or_skip, write_task
 from rsi_sandbox import Backend, TaskError, load_task, open_backend, verify
 from rsi_sandbox.__main__ import main
+from sandbox_tasks import open_or_skip, write_task
 
 
 def test_fields_and_defaults(tmp_path: Path) -> None:

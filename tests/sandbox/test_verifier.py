@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from conftest import SOLUTION, TEST_SH, write_task
 from rsi_sandbox import Backend, SandboxError, Task, judge, load_task, verify
+from sandbox_tasks import SOLUTION, TEST_SH, write_task
 
 
 def test_solution_passes_and_nothing_fails(backend: Backend, task: Task) -> None:
@@ -35,7 +35,8 @@ ATTACKS = {
     "shadowed programs": "printf '#!/bin/bash\\nexit 0\\n' > sort; chmod +x sort; mkdir -p /usr/local/bin; "
                          "cp sort /usr/local/bin/ 2>/dev/null; cp sort /usr/bin/sort 2>/dev/null",
     "link to an answer": "ln -s words.txt out.txt",
-    "directory replaced by a link": "cd /; mv /app /elsewhere; ln -s /elsewhere /app; sort /app/words.txt > /elsewhere/out.txt",
+    "directory replaced by a link":
+        "cd /; mv /app /elsewhere; ln -s /elsewhere /app; sort /app/words.txt > /app/out.txt",
     "pipe as answer": "mkfifo out.txt",
 }
 
@@ -50,8 +51,9 @@ def test_attacks_score_nothing(backend: Backend, task: Task, attack: str) -> Non
 
 def test_only_regular_files_are_taken_and_bounds_hold(backend: Backend, task: Task) -> None:
     with backend.start(task) as sandbox:
-        sandbox.run("mkfifo p; ln -s /etc/passwd l; ln -s / root; truncate -s 900M zz-sparse; mkdir -p a/b; echo x > a/b/f; "
-                    "chmod 4755 a/b/f; d=.; for i in {1..40}; do d=$d/d; mkdir $d; done; echo y > $d/deep")
+        sandbox.run("mkfifo p; ln -s /etc/passwd l; ln -s / root; truncate -s 900M zz-sparse; "
+                    "mkdir -p a/b; echo x > a/b/f; chmod 4755 a/b/f; "
+                    "d=.; for i in {1..40}; do d=$d/d; mkdir $d; done; echo y > $d/deep")
         sandbox.stop()
         taken = {file.path: file for file in sandbox.take(("/app", "/missing"))}
     assert {"/app", "/app/a", "/app/a/b", "/app/a/b/f", "/app/words.txt"} <= set(taken)

@@ -1,0 +1,47 @@
+"""Tar streams to and from containers."""
+
+import io
+import tarfile
+from collections.abc import Iterable, Iterator
+
+from .records import ARTIFACT_BYTES, File
+
+STREAM_BYTES = 4 * ARTIFACT_BYTES  # read of one stream at most, whatever it claims to hold
+
+
+class TooLong(Exception):
+    pass
+
+
+class TarStream(io.RawIOBase):
+    """File object over the chunks of a tar stream, ending in TooLong after STREAM_BYTES."""
+
+    def __init__(self, chunks: Iterator[bytes]):
+        self.chunks = chunks
+        self.buffer = b""
+        self.room = STREAM_BYTES
+
+    def read(self, size: int = -1) -> bytes:
+        while len(self.buffer) < size and (chunk := next(self.chunks, b"")):
+            self.buffer += chunk
+            self.room -= len(chunk)
+            if self.room < 0:
+                raise TooLong
+        data, self.buffer = self.buffer[:size], self.buffer[size:]
+        return data
+
+
+def pack(files: Iterable[File]) -> bytes:
+    """A tar archive of the files, owned by root, with every parent directory."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for file in files:
+            member = tarfile.TarInfo(file.path.lstrip("/"))
+            member.mode, member.mtime = file.mode, file.mtime
+            if file.data is None:
+                member.type = tarfile.DIRTYPE
+                archive.addfile(member)
+            else:
+                member.size = len(file.data)
+                archive.addfile(member, io.BytesIO(file.data))
+    return stream.getvalue()
