@@ -83,6 +83,9 @@ class LocalBackend:
                seconds: float, agent: bool) -> "LocalSandbox":
         if task.docker_only:
             raise TaskError(task.docker_only)
+        if task.network:
+            raise TaskError(f"{task.folder / 'task.toml'}: environment.network_mode: the local backend has no network; "
+                            "use docker")
         megabytes = 1 << 20
         message = {
             "agent": agent,

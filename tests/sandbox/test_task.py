@@ -88,6 +88,12 @@ def test_local_refuses_what_it_does_not_understand(tmp_path: Path, dockerfile: s
         backend.start(task)
 
 
+def test_local_refuses_a_task_that_needs_a_network(tmp_path: Path) -> None:
+    task = load_task(write_task(tmp_path, **{"task.toml": "[environment]\nnetwork_mode = 'public'\n"}))
+    with open_backend("local", "tests") as backend, pytest.raises(TaskError, match="network_mode"):
+        backend.start(task)
+
+
 @pytest.mark.docker
 def test_docker_builds_other_dockerfiles(tmp_path: Path) -> None:
     dockerfile = ("FROM debian:bookworm-slim\nWORKDIR /work\nCOPY files/ ./\n"
