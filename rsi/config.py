@@ -42,7 +42,7 @@ class ModelShape:
 class Pretrain:
     """Base stage: learn to act, by habit often wrongly, from synthetic transcripts."""
 
-    steps: int = 400
+    steps: int = 360
     batch: int = 64
     """Transcripts a step."""
     muon_lr: float = 0.02
@@ -59,10 +59,12 @@ class Rollout:
     """Attempts that sample together."""
     workers: int = 8
     """Threads that drive sandboxes."""
-    max_length: int = 640
+    threads: int = 1
+    """CPU threads that sampling uses; the sandboxes want the others."""
+    max_length: int = 512
     """Tokens of one attempt, prompt included."""
-    max_turns: int = 12
-    max_turn_tokens: int = 48
+    max_turns: int = 10
+    max_turn_tokens: int = 28
     temperature: float = 1.0
     """Of discovery, training and sampled evaluation alike."""
     command_timeout: float = 10.0
@@ -111,7 +113,7 @@ class Rpr:
     """Attempts a critic warm-up step; the warm-up is one epoch over the swr training tasks."""
     calibration_steps: int = 4
     """Critic-only steps before the actor moves."""
-    steps: tuple[int, ...] = (28, 28)
+    steps: tuple[int, ...] = (26, 26)
     """Joint steps of rpr1, rpr2, …; the last entry holds for longer recursions."""
     attempts: int = 128
     """Attempts a step, one a task."""
@@ -169,11 +171,13 @@ class Config:
     """Folder of your own tasks, {train,eval}/{core,hard,long,swr}/*/task.toml; default: built-in ones."""
     train_tasks: int = 640
     """Built-in training tasks a suite."""
+    families: int | None = None
+    """Built-in families a suite; none: all."""
     sandbox: Literal["local", "docker", "auto"] = "local"
     """Where commands run and verifiers judge."""
     threads: int = 2
     """CPU threads of the trainer."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = 2048
     """Padded tokens of one forward and backward pass."""
     dry_run: bool = False
     """Print the plan and stop."""
@@ -199,7 +203,8 @@ def smoke() -> Config:
     """All five stages in under a minute: every part runs, nothing is claimed to be learnt."""
     return Config(
         preset="smoke",
-        train_tasks=16,
+        train_tasks=32,
+        families=2,
         model=ModelShape(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=192),
         pretrain=Pretrain(steps=60, batch=32),
         rollout=Rollout(slots=32),

@@ -163,7 +163,7 @@ def evaluate_published(run_folder: Path, tasks: int) -> list[dict[str, Any]]:
         torch.set_num_threads(config.threads)
         folder = run_folder / "published"
         shutil.rmtree(folder, ignore_errors=True)
-        write_tasks(folder, "published", tasks, 0)
+        write_tasks(folder, "published", tasks, 0, config.families)
         pool, log, found = load_pool(folder), Log(run_folder), {}
         with open_backend(config.sandbox, run=f"{run_folder.name}-published") as backend:
             session = Session(

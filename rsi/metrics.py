@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 # What the one line a step shows, in this order, of whatever the step logged.
 SHOWN = (
-    "loss", "reward/mean", "reward/strict", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl",
+    "actor/sft_loss", "reward/mean", "reward/strict", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl",
     "critic/vf_explained_var", "rollout/turns", "rollout/logprob_gap", "timing_s/step",
 )  # fmt: skip
 

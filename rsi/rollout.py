@@ -1,8 +1,8 @@
 """Many attempts at once: the one loop that every harness shares.
 
 Lock-step rounds: all active attempts sample their turn in one batch, then all their commands run at
-once in their sandboxes, then the next round. On a CPU both halves want every core, so overlapping them
-would gain nothing; and the order of events, hence every number, depends on seeds alone.
+once in their sandboxes, then the next round; what has ended is judged meanwhile. The order of events,
+hence every number, depends on seeds alone.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from rsi_sandbox import Backend, Sandbox, SandboxError, Task, judge, verify
 
 from rsi.chat import Chat
@@ -69,7 +70,7 @@ def collect(
     waiting, active = deque(jobs), list[Attempt]()
     finishing: list[Future[None]] = []
     attempts: list[Attempt] = []
-    with sink(path) as write, ThreadPoolExecutor(engine.settings.workers) as pool:
+    with sink(path) as write, ThreadPoolExecutor(engine.settings.workers) as pool, threads(engine.settings.threads):
         try:
             while waiting or active:
                 while waiting and len(active) < engine.settings.slots:
@@ -95,6 +96,17 @@ def collect(
                     attempt.sandbox.result().close()
             raise
     return [attempt.record for attempt in attempts]
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use `count` CPU threads: the other cores judge what has ended."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -65,19 +65,19 @@ def prepare_tasks(config: Config) -> tuple[Pool, Pool]:
         if not folder.is_dir():
             partial = folder.with_name("tasks.partial")
             shutil.rmtree(partial, ignore_errors=True)
-            write_tasks(partial / "train", "train", config.train_tasks, config.seed)
-            write_tasks(partial / "eval", "eval", config.evaluate.tasks, 0)
+            write_tasks(partial / "train", "train", config.train_tasks, config.seed, config.families)
+            write_tasks(partial / "eval", "eval", config.evaluate.tasks, 0, config.families)
             partial.rename(folder)
     return load_pool(folder / "train"), load_pool(folder / "eval", config.evaluate.tasks)
 
 
-def write_tasks(folder: Path, split: Split, count: int, seed: int) -> None:
+def write_tasks(folder: Path, split: Split, count: int, seed: int, families: int | None) -> None:
     """Write `count` built-in tasks a suite as `folder/<suite>/<number>/`.
 
     Evaluation tasks do not depend on the run's seed: every run is measured on the same ones.
     """
     for suite in SUITES:
-        for number, spec in enumerate(generate(split, suite, count, seed)):
+        for number, spec in enumerate(generate(split, suite, count, seed, families)):
             write_task(spec, folder / suite / f"{number:04d}")
 
 

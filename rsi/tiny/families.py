@@ -190,8 +190,8 @@ def shelf(rng: random.Random) -> TaskSpec:
 
 
 def _compose(rng: random.Random, habits: tuple[str, ...], plain: tuple[str, ...], length: int) -> list[str]:
-    # Two points of habit (sometimes one or three), the rest without.
-    points = rng.choice((1, 2, 2, 2, 3))
+    # One or two points of habit, the rest without.
+    points = rng.choice((1, 1, 1, 2, 2))
     kinds = rng.sample(habits, points) + [rng.choice(plain) for _ in range(length - points)]
     rng.shuffle(kinds)
     return kinds

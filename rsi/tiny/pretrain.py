@@ -12,7 +12,7 @@ from rsi.batch import collate, plan_micro_batches
 from rsi.chat import Chat
 from rsi.model import Transformer
 from rsi.ppo import action_logprobs, supervised_loss
-from rsi.tiny.tasks import FAMILIES, draw
+from rsi.tiny.tasks import FAMILIES, draw, families_of
 from rsi.tiny.transcripts import Line, draw_form, messages, transcript
 from rsi.trajectory import Trajectory
 
@@ -52,12 +52,14 @@ def encode(lines: list[Line], chat: Chat, name: str = "", family: str = "", suit
     return record
 
 
-def examples(chat: Chat, seed: int, suites: Sequence[str] = tuple(FAMILIES)) -> Iterator[Trajectory]:
+def examples(
+    chat: Chat, seed: int, suites: Sequence[str] = tuple(FAMILIES), limit: int | None = None
+) -> Iterator[Trajectory]:
     """Fresh transcripts of training tasks without end; every suite is as frequent, and in it every family."""
     rng = random.Random(seed)
     while True:
         for suite in suites:
-            family = rng.choice(list(FAMILIES[suite]))
+            family = rng.choice(families_of(suite, limit))
             harness, runbook = draw_form(rng)
             spec = draw(family, suite, rng, "train")
             yield encode(transcript(spec, harness, rng, runbook), chat, spec.name, family, suite)
@@ -75,11 +77,16 @@ def optimizers(model: Transformer, muon_lr: float, adamw_lr: float) -> list[torc
     ]
 
 
-def pretrain(model: Transformer, tokenizer: Tokenizer, settings: Settings, seed: int) -> Iterator[tuple[int, float]]:
-    """Train `model` in place; yields (steps done, loss in nats an action token) after each step."""
+def pretrain(
+    model: Transformer, tokenizer: Tokenizer, settings: Settings, seed: int, limit: int | None = None
+) -> Iterator[tuple[int, float]]:
+    """Train `model` in place; yields (steps done, loss in nats an action token) after each step.
+
+    `limit` restricts the transcripts to the first families of every suite.
+    """
     chat = Chat(tokenizer)
     device = next(model.parameters()).device
-    short, source = examples(chat, seed, ("core", "hard")), examples(chat, seed)
+    short, source = examples(chat, seed, ("core", "hard"), limit), examples(chat, seed, limit=limit)
     with torch.no_grad():
         model.model.embed_tokens.weight *= EMBEDDING_STD / model.model.embed_tokens.weight.std()
     chosen = optimizers(model, settings.muon_lr, settings.adamw_lr)

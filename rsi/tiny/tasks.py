@@ -47,8 +47,13 @@ def draw(family: str, suite: str, rng: random.Random, split: Split) -> TaskSpec:
             return spec
 
 
-def generate(split: Split, suite: str, count: int, seed: int) -> list[TaskSpec]:
-    """`count` different tasks, the suite's families in turn; the same arguments give the same tasks.
+def families_of(suite: str, limit: int | None = None) -> list[str]:
+    """Names of the suite's families, the first `limit` of them."""
+    return list(FAMILIES[suite])[:limit]
+
+
+def generate(split: Split, suite: str, count: int, seed: int, limit: int | None = None) -> list[TaskSpec]:
+    """`count` different tasks, the suite's (first `limit`) families in turn; the same arguments give the same tasks.
 
     Raises:
         ValueError: for an unknown split or suite.
@@ -58,7 +63,7 @@ def generate(split: Split, suite: str, count: int, seed: int) -> list[TaskSpec]:
     if suite not in FAMILIES:
         raise ValueError(f"suite {suite!r} is unknown: choose one of {', '.join(FAMILIES)}")
     rng = random.Random(f"{split} {suite} {seed}")
-    families = list(FAMILIES[suite])
+    families = families_of(suite, limit)
     specs: dict[str, TaskSpec] = {}
     while len(specs) < count:
         spec = draw(families[len(specs) % len(families)], suite, rng, split)
