@@ -8,8 +8,21 @@ from .records import File, Result, SandboxError, TaskError, Verdict
 from .task import Task, load_task, read_folder
 from .verifier import judge, verify
 
-__all__ = ["Backend", "File", "Result", "Sandbox", "SandboxError", "Task", "TaskError", "Verdict", "judge",
-           "load_task", "open_backend", "read_folder", "verify"]
+__all__ = [
+    "Backend",
+    "File",
+    "Result",
+    "Sandbox",
+    "SandboxError",
+    "Task",
+    "TaskError",
+    "Verdict",
+    "judge",
+    "load_task",
+    "open_backend",
+    "read_folder",
+    "verify",
+]
 
 
 def open_backend(kind: Literal["local", "docker", "auto"], run: str, *, starts: int = 2) -> Backend:

@@ -48,8 +48,10 @@ def _check(folders: list[Path], kind: Literal["auto", "local", "docker"]) -> int
             good = rewards["oracle"].strict and not rewards["no-op"].strict
             failed += not good
             passed = sum(rewards["oracle"].checks.values()), len(rewards["oracle"].checks)
-            print(f"{'ok' if good else 'FAILED':7}{task.name}: oracle {rewards['oracle'].reward:g} "
-                  f"({passed[0]}/{passed[1]} checks), no-op {rewards['no-op'].reward:g}")
+            print(
+                f"{'ok' if good else 'FAILED':7}{task.name}: oracle {rewards['oracle'].reward:g} "
+                f"({passed[0]}/{passed[1]} checks), no-op {rewards['no-op'].reward:g}"
+            )
     return 1 if failed else 0
 
 

@@ -35,10 +35,29 @@ CLONE, PIVOT_ROOT = {"x86_64": (56, 155), "aarch64": (220, 41)}.get(platform.mac
 SYSTEM_LINKS = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 MASKED = ("usr/local", "usr/src")  # may hold the host's own programs and this project
 DEVICES = ("null", "zero", "full", "random", "urandom")
-DIRECTORIES = ("usr", "etc", "dev", "proc", "tmp", "run", "run/shm", "var", "var/tmp", "var/log", "root", "home",
-               "home/agent", "opt", "srv", "mnt", ".old")
-PASSWD = "root:x:0:0:root:/root:/bin/bash\nagent:x:1000:1000:agent:/home/agent:/bin/bash\n" \
-         "nobody:x:65534:65534:nobody:/nonexistent:/bin/false\n"
+DIRECTORIES = (
+    "usr",
+    "etc",
+    "dev",
+    "proc",
+    "tmp",
+    "run",
+    "run/shm",
+    "var",
+    "var/tmp",
+    "var/log",
+    "root",
+    "home",
+    "home/agent",
+    "opt",
+    "srv",
+    "mnt",
+    ".old",
+)
+PASSWD = (
+    "root:x:0:0:root:/root:/bin/bash\nagent:x:1000:1000:agent:/home/agent:/bin/bash\n"
+    "nobody:x:65534:65534:nobody:/nonexistent:/bin/false\n"
+)
 GROUP = "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n"
 HOSTS = "127.0.0.1 localhost\n127.0.0.1 sandbox\n"
 
@@ -55,8 +74,12 @@ def check(result: int, what: str) -> int:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    check(libc.mount(source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags),
-                     options.encode()), f"mount {target}")
+    check(
+        libc.mount(
+            source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), options.encode()
+        ),
+        f"mount {target}",
+    )
 
 
 def pivot(root: str, old: str) -> None:
@@ -68,8 +91,10 @@ def pivot(root: str, old: str) -> None:
 
 def read_only(path: str, recursive: bool) -> None:
     attributes = struct.pack("QQQQ", 1 | 2 | 4, 0, 0, 0)  # MOUNT_ATTR_RDONLY | NOSUID | NODEV
-    check(libc.syscall(MOUNT_SETATTR, -100, path.encode(), 0x8000 if recursive else 0, attributes,
-                       len(attributes)), f"mount_setattr {path}")
+    check(
+        libc.syscall(MOUNT_SETATTR, -100, path.encode(), 0x8000 if recursive else 0, attributes, len(attributes)),
+        f"mount_setattr {path}",
+    )
 
 
 def write(path: str, text: str | bytes) -> None:
@@ -107,11 +132,21 @@ def build_template() -> None:
     for name in DEVICES:
         write(f"{root}/dev/{name}", "")
         mount(f"/dev/{name}", f"{root}/dev/{name}", None, BIND)
-    for name, target in (("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1"),
-                         ("stderr", "/proc/self/fd/2"), ("shm", "/run/shm")):
+    for name, target in (
+        ("fd", "/proc/self/fd"),
+        ("stdin", "/proc/self/fd/0"),
+        ("stdout", "/proc/self/fd/1"),
+        ("stderr", "/proc/self/fd/2"),
+        ("shm", "/run/shm"),
+    ):
         os.symlink(target, f"{root}/dev/{name}")
-    for name, text in (("passwd", PASSWD), ("group", GROUP), ("hosts", HOSTS), ("hostname", "sandbox\n"),
-                       ("nsswitch.conf", "passwd: files\ngroup: files\nhosts: files\n")):
+    for name, text in (
+        ("passwd", PASSWD),
+        ("group", GROUP),
+        ("hosts", HOSTS),
+        ("hostname", "sandbox\n"),
+        ("nsswitch.conf", "passwd: files\ngroup: files\nhosts: files\n"),
+    ):
         write(f"{root}/etc/{name}", text)
     if os.path.exists("/etc/ld.so.cache"):
         with open("/etc/ld.so.cache", "rb") as cache:
@@ -309,9 +344,9 @@ class Init:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
                 descriptor = os.open(path, flags, 0o600)
                 with open(descriptor, "wb", buffering=0) as target:
-                    view = memoryview(blob)[offset:offset + size]
+                    view = memoryview(blob)[offset : offset + size]
                     while view:
-                        view = view[target.write(view):]
+                        view = view[target.write(view) :]
                 offset += size
                 os.utime(path, (mtime, mtime))
             os.chmod(path, mode)

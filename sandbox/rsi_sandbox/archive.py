@@ -3,6 +3,7 @@
 import io
 import tarfile
 from collections.abc import Iterable, Iterator
+from pathlib import PurePosixPath
 
 from .records import ARTIFACT_BYTES, File
 
@@ -45,3 +46,23 @@ def pack(files: Iterable[File]) -> bytes:
                 member.size = len(file.data)
                 archive.addfile(member, io.BytesIO(file.data))
     return stream.getvalue()
+
+
+def unpack(chunks: Iterator[bytes], path: str, room: int, depth: int, cut: bool) -> Iterator[File]:
+    """Regular files and directories of a tar stream whose root stands for `path`; raises TooLong.
+
+    `room` bytes in all are returned: longer files are left out, or cut.
+    """
+    with tarfile.open(fileobj=TarStream(chunks), mode="r|") as archive:
+        for member in archive:
+            parts = PurePosixPath(member.name).parts[1:]
+            target = str(PurePosixPath(path).joinpath(*parts))
+            if len(parts) > depth or ".." in parts:
+                continue
+            if member.isdir():
+                yield File(target, None, member.mode & 0o777 | 0o700, int(member.mtime))
+            elif member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and (cut or member.size <= room):
+                content = archive.extractfile(member)
+                data = content.read(room) if content else b""
+                room -= len(data)
+                yield File(target, data, member.mode & 0o777, int(member.mtime))

@@ -5,7 +5,6 @@ The container's first process is a bash that restarts the agent's shell, so no e
 would; unlike `--init`'s, it survives an agent's `kill -9 -1`.
 """
 
-import hashlib
 import os
 import re
 import secrets
@@ -13,11 +12,10 @@ import select
 import socket
 import struct
 import tarfile
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,8 +25,8 @@ import requests.exceptions
 from docker.types import LogConfig, Ulimit
 
 from . import artifacts, shell
-from .archive import TarStream, TooLong, pack
-from .image import BASE
+from .archive import TooLong, pack, unpack
+from .image import build_image, find_base
 from .records import (
     AGENT_PROCESSES,
     ARTIFACT_BYTES,
@@ -40,16 +38,14 @@ from .records import (
     Result,
     SandboxError,
 )
-from .task import Task, read_folder
+from .task import Task
 
 HOME = "/root"
 _LABEL = "rsi.owner"
 _API_SECONDS = 60
 _STAGE = "/.rsi"
 _FILE_BYTES = 1 << 30
-_OUTER = (
-    'trap "exit 0" USR1; s=0; while :; do /bin/bash --noprofile --norc -c "$1" bash $s; s=$?; done'
-)
+_OUTER = 'trap "exit 0" USR1; s=0; while :; do /bin/bash --noprofile --norc -c "$1" bash $s; s=$?; done'
 _FAILURES = (docker.errors.DockerException, requests.exceptions.RequestException, OSError)
 
 
@@ -99,8 +95,12 @@ class DockerBackend:
         tests = [File("/logs/verifier", None, 0o755), File("/tests", None, 0o755), *task.tests]
         if task.docker_only:  # the image itself holds what the artifacts replace
             roots = " ".join(f"'{path}'" for path in task.artifacts if "'" not in path)
-            command = ["/bin/bash", "-c", f"rm -rf -- {roots}; cp -a {_STAGE}/. / && rm -rf {_STAGE}; "
-                       f"cd '{task.workdir}'; exec /bin/bash /tests/test.sh"]
+            command = [
+                "/bin/bash",
+                "-c",
+                f"rm -rf -- {roots}; cp -a {_STAGE}/. / && rm -rf {_STAGE}; "
+                f"cd '{task.workdir}'; exec /bin/bash /tests/test.sh",
+            ]
             files = [File(_STAGE + file.path, file.data, file.mode, file.mtime) for file in [*left, *tests]]
         else:
             command = ["/bin/bash", "/tests/test.sh"]
@@ -114,8 +114,9 @@ class DockerBackend:
         finally:
             sandbox.close()
 
-    def _create(self, task: Task, command: list[str], variables: dict[str, str],
-                files: Iterable[File]) -> "DockerSandbox":
+    def _create(
+        self, task: Task, command: list[str], variables: dict[str, str], files: Iterable[File]
+    ) -> "DockerSandbox":
         name = f"rsi-{self.run[:40]}-{secrets.token_hex(6)}"
         sandbox = None
         with self.starts:
@@ -124,16 +125,28 @@ class DockerBackend:
                 with self._lock:
                     self._live.add(name)
                 self.client.containers.create(
-                    image, command, name=name, hostname="sandbox", working_dir=task.workdir,
-                    entrypoint=[], user="root", environment=variables, stdin_open=True,
+                    image,
+                    command,
+                    name=name,
+                    hostname="sandbox",
+                    working_dir=task.workdir,
+                    entrypoint=[],
+                    user="root",
+                    environment=variables,
+                    stdin_open=True,
                     labels={_LABEL: _owner(os.getpid()), "rsi.run": self.run},
                     network_mode="bridge" if task.network else "none",
-                    mem_limit=task.memory_mb << 20, memswap_limit=task.memory_mb << 20,
-                    pids_limit=AGENT_PROCESSES, restart_policy={"Name": "no"},
+                    mem_limit=task.memory_mb << 20,
+                    memswap_limit=task.memory_mb << 20,
+                    pids_limit=AGENT_PROCESSES,
+                    restart_policy={"Name": "no"},
                     cap_drop=["NET_RAW", "MKNOD", "AUDIT_WRITE", "SETFCAP"],
-                    security_opt=["no-new-privileges"], log_config=LogConfig(type="none"),
-                    ulimits=[Ulimit(name="fsize", soft=_FILE_BYTES, hard=_FILE_BYTES),
-                             Ulimit(name="core", soft=0, hard=0)],
+                    security_opt=["no-new-privileges"],
+                    log_config=LogConfig(type="none"),
+                    ulimits=[
+                        Ulimit(name="fsize", soft=_FILE_BYTES, hard=_FILE_BYTES),
+                        Ulimit(name="core", soft=0, hard=0),
+                    ],
                 )
                 self.client.api.put_archive(name, "/", pack(files))
                 sandbox = DockerSandbox(self, name)
@@ -151,43 +164,9 @@ class DockerBackend:
         key = str(task.folder) if task.docker_only else task.base
         with self._build_lock:
             if key not in self._images:
-                self._images[key] = self._build(task) if task.docker_only else self._base(task.base)
+                image = build_image(self.client, task) if task.docker_only else find_base(self.client, task.base)
+                self._images[key] = image
             return self._images[key]
-
-    def _base(self, name: str) -> str:
-        """`name` where it is here, else our own bookworm; nothing is ever put in the place of another image."""
-        for candidate in (name, BASE) if name.startswith("debian:bookworm") else (name,):
-            try:
-                self.client.images.get(candidate)
-                return candidate
-            except docker.errors.ImageNotFound:
-                continue
-        try:
-            self.client.images.pull(name)
-            return name
-        except docker.errors.APIError as error:
-            raise SandboxError(f"image {name} is neither here nor to be had ({error.explanation}): "
-                               "run python -m rsi_sandbox image") from None
-
-    def _build(self, task: Task) -> str:
-        """Build the task's Dockerfile, its bases mapped to those that are here."""
-        folder = task.folder / "environment"
-        files = read_folder(folder, "/")
-        tag = f"rsi-task:{hashlib.sha256(repr(files).encode()).hexdigest()[:24]}"
-        if self.client.images.list(name=tag):
-            return tag
-        text = (folder / "Dockerfile").read_text()
-        text = re.sub(r"(?im)^(\s*FROM\s+)(debian:bookworm\S*)", lambda found: found[1] + self._base(found[2]), text)
-        kept = [file for file in files if file.path != "/Dockerfile"]
-        context = pack([*kept, File("/Dockerfile", text.encode())])
-        with tempfile.TemporaryFile() as archive:
-            archive.write(context)
-            archive.seek(0)
-            try:
-                self.client.images.build(fileobj=archive, custom_context=True, tag=tag, rm=True, forcerm=True)
-            except docker.errors.BuildError as error:
-                raise SandboxError(f"{folder / 'Dockerfile'}: the image build failed: {error}") from None
-        return tag
 
     def _sweep(self) -> None:
         """Remove the containers whose owning process is dead."""
@@ -218,8 +197,9 @@ class DockerBackend:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -314,8 +294,9 @@ class DockerSandbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def send(self, data: bytes, deadline: float) -> None:
@@ -327,7 +308,7 @@ class DockerSandbox:
             if not room.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise TimeoutError
             try:
-                view = view[self._stream.send(view):]
+                view = view[self._stream.send(view) :]
             except BlockingIOError:
                 continue
             except OSError as error:
@@ -360,8 +341,8 @@ class DockerSandbox:
             size = struct.unpack(">I", self._pending[4:8])[0]
             if len(self._pending) < 8 + size:
                 break
-            parts.append(self._pending[8:8 + size])
-            self._pending = self._pending[8 + size:]
+            parts.append(self._pending[8 : 8 + size])
+            self._pending = self._pending[8 + size :]
         return b"".join(parts)
 
     def _require_open(self) -> None:
@@ -398,23 +379,8 @@ class DockerSandbox:
             return
         except _FAILURES as error:
             raise SandboxError(f"docker get_archive failed: {error}") from None
-        base = PurePosixPath(path)
         try:
-            with tarfile.open(fileobj=TarStream(chunks), mode="r|") as archive:
-                for member in archive:
-                    parts = PurePosixPath(member.name).parts[1:]
-                    target = str(base.joinpath(*parts))
-                    if len(parts) > depth or ".." in parts:
-                        continue
-                    if member.isdir():
-                        yield File(target, None, member.mode & 0o777 | 0o700, int(member.mtime))
-                    elif member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and (
-                        cut or member.size <= room
-                    ):
-                        content = archive.extractfile(member)
-                        data = content.read(room) if content else b""
-                        room -= len(data)
-                        yield File(target, data, member.mode & 0o777, int(member.mtime))
+            yield from unpack(chunks, path, room, depth, cut)
         except TooLong:
             return
         except (tarfile.TarError, *_FAILURES) as error:

@@ -47,7 +47,10 @@ class LocalBackend:
         with theirs:
             self._spawner = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(program), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={"LC_ALL": "C"}, cwd="/",
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={"LC_ALL": "C"},
+                cwd="/",
             )
         self._control.settimeout(_ANSWER_SECONDS)
         answer = self._control.recv(4096).decode()
@@ -79,13 +82,21 @@ class LocalBackend:
         finally:
             sandbox.close()
 
-    def _build(self, task: Task, files: Iterable[File], arguments: list[str], variables: dict[str, str],
-               seconds: float, agent: bool) -> "LocalSandbox":
+    def _build(
+        self,
+        task: Task,
+        files: Iterable[File],
+        arguments: list[str],
+        variables: dict[str, str],
+        seconds: float,
+        agent: bool,
+    ) -> "LocalSandbox":
         if task.docker_only:
             raise TaskError(task.docker_only)
         if task.network:
-            raise TaskError(f"{task.folder / 'task.toml'}: environment.network_mode: the local backend has no network; "
-                            "use docker")
+            raise TaskError(
+                f"{task.folder / 'task.toml'}: environment.network_mode: the local backend has no network; use docker"
+            )
         megabytes = 1 << 20
         message = {
             "agent": agent,
@@ -126,8 +137,9 @@ class LocalBackend:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -203,8 +215,9 @@ class LocalSandbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def wait(self, timeout: float) -> str:
@@ -245,7 +258,7 @@ class LocalSandbox:
             if self._caller.fileno() in events:
                 raise SandboxError("the sandbox is dead")
             try:
-                view = view[os.write(self._in, view):]
+                view = view[os.write(self._in, view) :]
             except BlockingIOError:
                 continue
             except BrokenPipeError:

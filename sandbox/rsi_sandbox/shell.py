@@ -31,8 +31,8 @@ _DRIVER = (
     "(builtin cd @WORKDIR; exec -c /bin/bash --noprofile --norc -c "
     '"export @EXPORTS RSI_COMMAND=$__rsi_a; eval \\"\\$1\\"" bash "$__rsi_c") '
     "</dev/null >&251 2>&1 250<&- 251>&-; __rsi_s=$? __rsi_x=; "
-    "else IFS=\" \" builtin read -r __rsi_t __rsi_b </proc/uptime; "
-    "builtin printf '\\036%s %d %d %s%s\\036' \"$__rsi_a\" \"$__rsi_s\" $$ \"${__rsi_t/./}\" "
+    'else IFS=" " builtin read -r __rsi_t __rsi_b </proc/uptime; '
+    'builtin printf \'\\036%s %d %d %s%s\\036\' "$__rsi_a" "$__rsi_s" $$ "${__rsi_t/./}" '
     '"$__rsi_x" >&251; fi; done; '
     'if [[ -n $__rsi_i ]]; then __rsi_i= __rsi_s=130; builtin eval "$__rsi_d"; fi; kill -USR1 $PPID; exit 0'
 )

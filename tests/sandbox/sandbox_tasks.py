@@ -25,10 +25,10 @@ def write_task(folder: Path, test: str = TEST_SH, **files: str) -> Path:
     """A small, valid task folder; `files` replaces or adds files."""
     contents = {
         "task.toml": 'version = "1.0"\n[metadata]\nfamily = "sorting"\nsuite = "core"\nchecks = 2\n'
-                     '[verifier]\ntimeout_sec = 20\n[environment]\nmemory_mb = 512\n',
+        "[verifier]\ntimeout_sec = 20\n[environment]\nmemory_mb = 512\n",
         "instruction.md": "Sort words.txt into out.txt.\n",
         "environment/Dockerfile": "# a comment\nFROM debian:bookworm-slim\nWORKDIR /app\nCOPY files/ ./\n"
-                                  "ENV COLOUR=red\n",
+        "ENV COLOUR=red\n",
         "environment/files/words.txt": "pear\napple\nfig\n",
         "tests/test.sh": test,
         "solution/solve.sh": SOLUTION + "\n",

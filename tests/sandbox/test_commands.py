@@ -21,13 +21,21 @@ def test_exit_codes_and_environment(sandbox: Sandbox) -> None:
     assert sandbox.run("false").exit_code == 1
     assert sandbox.run("no-such-command").exit_code == 127
     assert sandbox.run("hostname; umask; locale 2>/dev/null | head -0; echo $LC_ALL $TERM").output == (
-        "sandbox\n0022\nC dumb\n")
-    assert sandbox.run("read line; echo \"[$line]\"").output == "[]\n"  # nothing waits on standard input
+        "sandbox\n0022\nC dumb\n"
+    )
+    assert sandbox.run('read line; echo "[$line]"').output == "[]\n"  # nothing waits on standard input
 
 
-@pytest.mark.parametrize("command", [
-    "echo 'unclosed", 'echo "unclosed', "cat <<END\nnever", "if true; then", "echo $(",
-])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "echo 'unclosed",
+        'echo "unclosed',
+        "cat <<END\nnever",
+        "if true; then",
+        "echo $(",
+    ],
+)
 def test_unclosed_command_does_not_wedge_the_shell(sandbox: Sandbox, command: str) -> None:
     sandbox.run("KEPT=yes")
     assert sandbox.run(command, timeout=5).limit is None
@@ -95,14 +103,23 @@ def test_output_cannot_forge_the_end(sandbox: Sandbox) -> None:
 def test_any_bytes_decode(sandbox: Sandbox) -> None:
     result = sandbox.run(r"printf 'a\xff\xc3b\xe2\x82'; printf '\xe2\x82\xac'; head -c 3000 /dev/urandom >/dev/null")
     assert result.output.startswith("a��b") and result.output.endswith("€")
-    assert sandbox.run("for i in {0..255}; do printf \"\\\\x$(printf %x $i)\"; done").exit_code == 0
+    assert sandbox.run('for i in {0..255}; do printf "\\\\x$(printf %x $i)"; done').exit_code == 0
 
 
-@pytest.mark.parametrize(("raw", "expected"), [
-    ("a\x1b[31mred\x1b[0m", "ared"), ("\x1b]52;c;ZXZpbA==\x07x", "x"), ("\x1b]0;title\x1b\\x", "x"),
-    ("\x1bPdata\x1b\\x", "x"), ("\x1bcx", "x"), ("\x1b]unterminated", "unterminated"), ("a\r\nb\rc", "a\nb\nc"),
-    ("a\x9b31mb", "a31mb"), ("a\bb\x00c\td\n", "abc\td\n"),
-])
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ("a\x1b[31mred\x1b[0m", "ared"),
+        ("\x1b]52;c;ZXZpbA==\x07x", "x"),
+        ("\x1b]0;title\x1b\\x", "x"),
+        ("\x1bPdata\x1b\\x", "x"),
+        ("\x1bcx", "x"),
+        ("\x1b]unterminated", "unterminated"),
+        ("a\r\nb\rc", "a\nb\nc"),
+        ("a\x9b31mb", "a31mb"),
+        ("a\bb\x00c\td\n", "abc\td\n"),
+    ],
+)
 def test_control_sequences_are_stripped(raw: str, expected: str) -> None:
     assert clean(raw) == expected
 

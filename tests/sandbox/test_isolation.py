@@ -41,9 +41,18 @@ def test_local_agent_has_no_privileges(task: Task) -> None:
         assert status.output == "1000\nCapPrm:0000000000000000CapEff:0000000000000000NoNewPrivs:1"
         for path in ("/usr/x", "/etc/passwd", "/bin/x", "/dev/x", "/lib/x", "/proc/sys/kernel/hostname"):
             assert sandbox.run(f"echo x > {path}").exit_code != 0, path
-        for command in ("mount -t tmpfs x /mnt", "unshare -Ur true", "unshare -m true", "chroot / true",
-                        "mknod /tmp/d b 8 0", "cat /proc/1/environ", "ls /proc/1/root", "ls /proc/1/fd", "hostname x",
-                        "kill -9 1; sleep 0.1; ! kill -0 1"):
+        for command in (
+            "mount -t tmpfs x /mnt",
+            "unshare -Ur true",
+            "unshare -m true",
+            "chroot / true",
+            "mknod /tmp/d b 8 0",
+            "cat /proc/1/environ",
+            "ls /proc/1/root",
+            "ls /proc/1/fd",
+            "hostname x",
+            "kill -9 1; sleep 0.1; ! kill -0 1",
+        ):
             assert sandbox.run(command).exit_code != 0, command
 
 
@@ -67,8 +76,12 @@ def test_local_disk_and_memory_are_bounded(task: Task) -> None:
     with open_backend("local", "tests") as backend, backend.start(task) as sandbox:
         assert sandbox.run("head -c 300M /dev/zero > big").exit_code != 0
         assert sandbox.run("rm big; echo x > y && cat y").output == "x\n"
-        assert sandbox.run("i=0; while ((i++ < 50000)); do : > $i || break; done; rm -f [0-9]*", 60).output.count(
-            "No space") == 1
+        assert (
+            sandbox.run("i=0; while ((i++ < 50000)); do : > $i || break; done; rm -f [0-9]*", 60).output.count(
+                "No space"
+            )
+            == 1
+        )
         assert sandbox.run("tail -c 1500M /dev/zero", 30).exit_code != 0
 
 
@@ -123,11 +136,14 @@ def test_unknown_backend_is_refused() -> None:
 
 
 def test_kernel_without_user_namespaces_gets_one_clear_line() -> None:
-    program = ("from pathlib import Path\nfrom rsi_sandbox import SandboxError, open_backend\n"
-               "Path('/proc/sys/user/max_user_namespaces').write_text('0')\n"
-               "try:\n    open_backend('local', 'tests')\nexcept SandboxError as error:\n    print(error)\n")
-    done = subprocess.run(["unshare", "--user", "--map-root-user", sys.executable, "-c", program],
-                          capture_output=True, text=True)
+    program = (
+        "from pathlib import Path\nfrom rsi_sandbox import SandboxError, open_backend\n"
+        "Path('/proc/sys/user/max_user_namespaces').write_text('0')\n"
+        "try:\n    open_backend('local', 'tests')\nexcept SandboxError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", sys.executable, "-c", program], capture_output=True, text=True
+    )
     assert done.stdout.count("\n") == 1 and "user namespaces" in done.stdout and "docker" in done.stdout, done
 
 
@@ -143,8 +159,14 @@ def test_ordinary_user_can_use_the_local_backend() -> None:
             "    sandbox = backend.start(task)\n    sandbox.run('sort words.txt > out.txt')\n"
             "    print(verify(backend, task, sandbox).strict)\n"
         )
-        user = ["env", f"PYTHONPATH={PROJECT / 'sandbox'}", "setpriv", "--reuid=12345", "--regid=12345",
-                "--clear-groups"]
+        user = [
+            "env",
+            f"PYTHONPATH={PROJECT / 'sandbox'}",
+            "setpriv",
+            "--reuid=12345",
+            "--regid=12345",
+            "--clear-groups",
+        ]
         again = "import subprocess, sys, rsi_sandbox; sys.exit(subprocess.run([sys.executable, '-c', '']).returncode)"
         for interpreter in (sys.executable, "/usr/bin/python3"):
             if not subprocess.run([*user, interpreter, "-c", again], capture_output=True, cwd="/").returncode:

@@ -18,12 +18,15 @@ def test_fields_and_defaults(tmp_path: Path) -> None:
     assert task.variables == (("COLOUR", "red"),) and task.docker_only == ""
 
 
-@pytest.mark.parametrize(("copy", "paths"), [
-    ("COPY files/words.txt /data/in.txt", ["/data/in.txt"]),
-    ("COPY files/words.txt /data/", ["/data/words.txt"]),
-    ("COPY files/words.txt files/words.txt ./", ["/app/words.txt", "/app/words.txt"]),
-    ("COPY files /data", ["/data", "/data/words.txt"]),
-])
+@pytest.mark.parametrize(
+    ("copy", "paths"),
+    [
+        ("COPY files/words.txt /data/in.txt", ["/data/in.txt"]),
+        ("COPY files/words.txt /data/", ["/data/words.txt"]),
+        ("COPY files/words.txt files/words.txt ./", ["/app/words.txt", "/app/words.txt"]),
+        ("COPY files /data", ["/data", "/data/words.txt"]),
+    ],
+)
 def test_copy_as_docker_does(tmp_path: Path, copy: str, paths: list[str]) -> None:
     dockerfile = f"FROM debian:bookworm\nWORKDIR /app\n{copy}\n"
     task = load_task(write_task(tmp_path, **{"environment/Dockerfile": dockerfile}))
@@ -76,12 +79,15 @@ def test_missing_folder_and_link_out_of_it(tmp_path: Path) -> None:
         load_task(folder)
 
 
-@pytest.mark.parametrize(("dockerfile", "message"), [
-    ("FROM debian:bookworm\nWORKDIR /app\nRUN make\n", "line 3: RUN"),
-    ("FROM debian:bookworm\nUSER nobody\n", "line 2: USER"),
-    ("FROM ubuntu:24.04\n", "ubuntu:24.04"),
-    ("FROM debian:bookworm\nCOPY --chown=1 files /app\n", "line 2: COPY"),
-])
+@pytest.mark.parametrize(
+    ("dockerfile", "message"),
+    [
+        ("FROM debian:bookworm\nWORKDIR /app\nRUN make\n", "line 3: RUN"),
+        ("FROM debian:bookworm\nUSER nobody\n", "line 2: USER"),
+        ("FROM ubuntu:24.04\n", "ubuntu:24.04"),
+        ("FROM debian:bookworm\nCOPY --chown=1 files /app\n", "line 2: COPY"),
+    ],
+)
 def test_local_refuses_what_it_does_not_understand(tmp_path: Path, dockerfile: str, message: str) -> None:
     task = load_task(write_task(tmp_path, **{"environment/Dockerfile": dockerfile}))
     with open_backend("local", "tests") as backend, pytest.raises(TaskError, match=message):
@@ -96,10 +102,14 @@ def test_local_refuses_a_task_that_needs_a_network(tmp_path: Path) -> None:
 
 @pytest.mark.docker
 def test_docker_builds_other_dockerfiles(tmp_path: Path) -> None:
-    dockerfile = ("FROM debian:bookworm-slim\nWORKDIR /work\nCOPY files/ ./\n"
-                  "RUN sort words.txt > sorted.txt && echo built > stale.txt\n")
-    test = ('cd /work; [[ $(<sorted.txt) == apple* && ! -e stale.txt ]] && r=1 || r=0\n'
-            'echo $r > /logs/verifier/reward.txt\n')
+    dockerfile = (
+        "FROM debian:bookworm-slim\nWORKDIR /work\nCOPY files/ ./\n"
+        "RUN sort words.txt > sorted.txt && echo built > stale.txt\n"
+    )
+    test = (
+        "cd /work; [[ $(<sorted.txt) == apple* && ! -e stale.txt ]] && r=1 || r=0\n"
+        "echo $r > /logs/verifier/reward.txt\n"
+    )
     task = load_task(write_task(tmp_path, test, **{"environment/Dockerfile": dockerfile}))
     with open_or_skip("docker") as backend:
         sandbox = backend.start(task)

@@ -25,18 +25,17 @@ def test_artifacts_replace_the_working_directory(backend: Backend, task: Task) -
 
 
 ATTACKS = {
-    "reward written before": "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; "
-                             "echo 1 > /app/reward.txt",
+    "reward written before": "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; echo 1 > /app/reward.txt",
     "reward daemon": "mkdir -p /logs/verifier /tests; (setsid bash -c 'while :; do echo 1 > /logs/verifier/reward.txt; "
-                     "echo \"echo 1 > /logs/verifier/reward.txt\" > /tests/test.sh; done' >/dev/null 2>&1 &)",
+    'echo "echo 1 > /logs/verifier/reward.txt" > /tests/test.sh; done\' >/dev/null 2>&1 &)',
     "planted tests": "mkdir -p /tests; echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh; cp -r /tests /app/",
     "planted configuration": "printf 'import os\\nos._exit(0)\\n' | tee conftest.py sitecustomize.py a.pth >/dev/null; "
-                             "echo 'sort() { :; }' > ~/.bashrc; export BASH_ENV=~/.bashrc PATH=/app:$PATH",
+    "echo 'sort() { :; }' > ~/.bashrc; export BASH_ENV=~/.bashrc PATH=/app:$PATH",
     "shadowed programs": "printf '#!/bin/bash\\nexit 0\\n' > sort; chmod +x sort; mkdir -p /usr/local/bin; "
-                         "cp sort /usr/local/bin/ 2>/dev/null; cp sort /usr/bin/sort 2>/dev/null",
+    "cp sort /usr/local/bin/ 2>/dev/null; cp sort /usr/bin/sort 2>/dev/null",
     "link to an answer": "ln -s words.txt out.txt",
-    "directory replaced by a link":
-        "cd /; mv /app /elsewhere; ln -s /elsewhere /app; sort /app/words.txt > /app/out.txt",
+    "directory replaced by a link": "cd /; mv /app /elsewhere; ln -s /elsewhere /app; "
+    "sort /app/words.txt > /app/out.txt",
     "pipe as answer": "mkfifo out.txt",
 }
 
@@ -51,9 +50,11 @@ def test_attacks_score_nothing(backend: Backend, task: Task, attack: str) -> Non
 
 def test_only_regular_files_are_taken_and_bounds_hold(backend: Backend, task: Task) -> None:
     with backend.start(task) as sandbox:
-        sandbox.run("mkfifo p; ln -s /etc/passwd l; ln -s / root; truncate -s 900M zz-sparse; "
-                    "mkdir -p a/b; echo x > a/b/f; chmod 4755 a/b/f; "
-                    "d=.; for i in {1..40}; do d=$d/d; mkdir $d; done; echo y > $d/deep")
+        sandbox.run(
+            "mkfifo p; ln -s /etc/passwd l; ln -s / root; truncate -s 900M zz-sparse; "
+            "mkdir -p a/b; echo x > a/b/f; chmod 4755 a/b/f; "
+            "d=.; for i in {1..40}; do d=$d/d; mkdir $d; done; echo y > $d/deep"
+        )
         sandbox.stop()
         taken = {file.path: file for file in sandbox.take(("/app", "/missing"))}
     assert {"/app", "/app/a", "/app/a/b", "/app/a/b/f", "/app/words.txt"} <= set(taken)
@@ -91,8 +92,10 @@ def test_slow_verifier_is_an_error(backend: Backend, tmp_path: Path) -> None:
 
 
 def test_verifier_runs_as_root_in_a_clean_environment(backend: Backend, tmp_path: Path) -> None:
-    test = ('[[ $(id -u) == 0 && $PWD == /app && -z $PLANTED && $COLOUR == red && ! -e /tmp/left ]] && r=1 || r=0\n'
-            'echo $r > /logs/verifier/reward.txt\n')
+    test = (
+        "[[ $(id -u) == 0 && $PWD == /app && -z $PLANTED && $COLOUR == red && ! -e /tmp/left ]] && r=1 || r=0\n"
+        "echo $r > /logs/verifier/reward.txt\n"
+    )
     task = load_task(write_task(tmp_path / "task", test))
     sandbox = backend.start(task)
     sandbox.run("export PLANTED=1; touch /tmp/left")
