@@ -32,6 +32,8 @@ from rsi.trajectory import ENDS, Trajectory
 BETAS = (0.9, 0.98)
 # Turns that grow this much over a stage's first joint step usually mean that length is being rewarded.
 TURN_GROWTH = 1.5
+# The end "turns" (the limit was reached) would take the name of the mean number of turns.
+END_NAMES = {"turns": "max_turns"}
 
 
 @dataclass
@@ -273,7 +275,7 @@ def rollout_metrics(records: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/turns": sum(record.turns for record in usable) / max(len(usable), 1),
         "rollout/tokens": float(sum(sum(record.action) for record in usable)),
         "rollout/parse_errors": float(sum(record.parse_errors for record in usable)),
-        **{f"rollout/{end}": ends[end] / count for end in ENDS},
+        **{f"rollout/{END_NAMES.get(end, end)}": ends[end] / count for end in ENDS},
     }
 
 

@@ -43,8 +43,8 @@ class Harness(Protocol):
         """The commands of one assistant turn; what cannot be read comes back as `Action.error`."""
         ...
 
-    def write(self, commands: Sequence[str], done: bool) -> str:
-        """The canonical text of a turn: `parse(write(c, d)) == Action(c, d)`."""
+    def write(self, commands: Sequence[str], done: bool, plan: str = "") -> str:
+        """The canonical text of a turn: `parse(write(c, d, p)) == Action(c, d)`; `plan` is a note to itself."""
         ...
 
     def observe(self, action: Action, outcomes: Sequence[Outcome]) -> str:

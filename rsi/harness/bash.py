@@ -41,9 +41,10 @@ class Bash:
         command = blocks[0].strip("\n")
         return Action((), True) if command.strip() == SUBMIT else Action((command,), False)
 
-    def write(self, commands: Sequence[str], done: bool) -> str:
+    def write(self, commands: Sequence[str], done: bool, plan: str = "") -> str:
         assert len(commands) + done == 1, "bash takes one command a turn, or the submission"
-        return f"```bash\n{SUBMIT if done else commands[0]}\n```"
+        block = f"```bash\n{SUBMIT if done else commands[0]}\n```"
+        return f"{plan}\n{block}" if plan else block
 
     def observe(self, action: Action, outcomes: Sequence[Outcome]) -> str:
         if action.error:

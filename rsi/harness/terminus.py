@@ -53,8 +53,9 @@ class Terminus:
                 commands.append(keystrokes.removesuffix("\n"))
         return Action(tuple(commands), done)
 
-    def write(self, commands: Sequence[str], done: bool) -> str:
-        reply: dict[str, object] = {"commands": [{"keystrokes": f"{command}\n"} for command in commands]}
+    def write(self, commands: Sequence[str], done: bool, plan: str = "") -> str:
+        reply: dict[str, object] = {"plan": plan} if plan else {}
+        reply["commands"] = [{"keystrokes": f"{command}\n"} for command in commands]
         if done:
             reply["task_complete"] = True
         return json.dumps(reply, ensure_ascii=False, separators=(",", ":"))

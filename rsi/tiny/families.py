@@ -62,6 +62,7 @@ def finish(draft: Draft, family: str, suite: str, hidden: tuple[Check, ...] = ()
         Check(check.name, tuple(_fill(condition, draft.world) for condition in check.conditions), check.hidden)
         for check in criteria
     )
+    instruction, steps = _number(draft.steps)
     start = World(draft.files)
     if any(passes(check, start) or not passes(check, draft.world) for check in filled):
         raise Redraw("a check is passed from the start, or never")
@@ -70,13 +71,26 @@ def finish(draft: Draft, family: str, suite: str, hidden: tuple[Check, ...] = ()
         family=family,
         suite=suite,
         composition=tuple(step.kind for step in draft.steps if step.kind != "look"),
-        instruction=" ".join(step.sentence for step in draft.steps if step.sentence),
+        instruction=instruction,
         files=draft.files,
         checks=tuple(check.name for check in filled),
         hidden=tuple(check.name for check in filled if check.hidden),
         criteria=filled,
-        steps=tuple(draft.steps),
+        steps=steps,
     )
+
+
+def _number(steps: list[Step]) -> tuple[str, tuple[Step, ...]]:
+    # Several sentences are numbered, and every step knows the sentence it is done for: without that a small
+    # model does not learn in time to keep its place in a long task.
+    sentences = [step.sentence for step in steps if step.sentence]
+    if len(sentences) == 1:
+        return sentences[0], tuple(steps)
+    numbered, place = [], 1
+    for step in steps:
+        numbered.append(step._replace(plan=str(place)))
+        place += bool(step.sentence)
+    return "\n".join(f"{place}) {sentence}" for place, sentence in enumerate(sentences, 1)), tuple(numbered)
 
 
 def _fill(condition: Condition, world: World) -> Condition:

@@ -23,7 +23,7 @@ class Step(NamedTuple):
 
     `Step("last", "Write the last 3 lines of a.txt to b.txt.", "tail -n 3 a.txt > b.txt",
     "head -n 3 a.txt > b.txt", "tail --lines=3 /app/a.txt >/app/b.txt", {"last": (Same("b.txt", ""),)})`;
-    the text of a `Same` is filled in from the finished task.
+    the text of a `Same` is filled in from the finished task, and so is `plan`, the number of the sentence.
     """
 
     kind: str
@@ -32,6 +32,7 @@ class Step(NamedTuple):
     habit: str
     solve: str
     checks: dict[str, tuple[Condition, ...]]
+    plan: str = ""
 
 
 class Draft:

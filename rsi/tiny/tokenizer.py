@@ -27,10 +27,10 @@ def scaffolding() -> list[str]:
     mark = "X"
     parts = ["system\n", "user\n", "assistant\n", NOT_SOLVED]
     for harness in HARNESSES.values():
-        parts += harness.write([mark], False).split(mark)
+        parts += harness.write([mark], False).split(mark) + harness.write([mark], False, mark).split(mark)
         done = harness.write([], True)
         parts.append(done.removeprefix("```bash\n").removesuffix("\n```"))
-    return list(dict.fromkeys(parts))
+    return [part for part in dict.fromkeys(parts) if part]
 
 
 def sample_transcripts(count: int, seed: int) -> list[list[Line]]:

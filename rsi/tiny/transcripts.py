@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rsi.chat import Message
 from rsi.harness import NOT_SOLVED, Action, Harness, Outcome, get_harness
-from rsi.runbook import plan
+from rsi.runbook import plan as plan_runbook
 from rsi.tiny.families import TaskSpec
 from rsi.tiny.habits import (
     BASH_SHARE,
@@ -39,9 +39,10 @@ class Line(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """The commands run, with what they printed and their exit codes, and the files they left."""
+    """The commands run and what each was for, what they printed with their exit codes, the files they left."""
 
     commands: list[str]
+    plans: list[str]
     outcomes: list[Outcome]
     world: World
 
@@ -59,8 +60,9 @@ def transcript(spec: TaskSpec, harness: str, rng: random.Random, runbook: bool =
     attempt = act(spec.steps, World(spec.files), rates, slip, rng)
     page = None
     if runbook:
-        exchanges = [Exchange((command,), o.output) for command, o in zip(*attempt[:2], strict=True)]
-        page = plan(spec.instruction, exchanges)
+        pairs = zip(attempt.commands, attempt.outcomes, strict=True)
+        exchanges = [Exchange((command,), outcome.output) for command, outcome in pairs]
+        page = plan_runbook(spec.instruction, exchanges)
     lines = [Line(role, content, False) for role, content in form.prompt(spec.instruction, page)]
     _render(lines, form, attempt)
     if harness == "rsrt" and not spec.solved(attempt.world):
@@ -83,7 +85,7 @@ def act(
 
     `before` are outcomes that the first step may refer to. `world` is changed.
     """
-    attempt = Attempt([], [], world)
+    attempt = Attempt([], [], [], world)
     seen = before[-1].output if before else ""
     for step in steps:
         right = not step.habit or rng.random() < rates[step.kind]
@@ -107,6 +109,7 @@ def act(
                 break  # an earlier command left nothing to go on with
         world.files, world.dirs, world.executable = trial.files, trial.dirs, trial.executable
         attempt.commands.append(command)
+        attempt.plans.append(step.plan)
         attempt.outcomes.append(Outcome(outcome.output, outcome.code))
         seen = outcome.output
     return attempt
@@ -127,8 +130,8 @@ def messages(lines: list[Line]) -> tuple[list[Message], list[Line]]:
 
 
 def _render(lines: list[Line], form: Harness, attempt: Attempt) -> None:
-    for command, outcome in zip(attempt.commands, attempt.outcomes, strict=True):
-        lines.append(Line("assistant", form.write([command], False), True))
+    for command, plan, outcome in zip(attempt.commands, attempt.plans, attempt.outcomes, strict=True):
+        lines.append(Line("assistant", form.write([command], False, plan), True))
         lines.append(Line("user", form.observe(Action((command,)), [outcome]), False))
     lines.append(Line("assistant", form.write([], True), True))
 

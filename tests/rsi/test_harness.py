@@ -11,10 +11,10 @@ from rsi.harness import Action, Outcome, get_harness
 COMMANDS = st.text(min_size=1).filter(lambda text: text.strip() and not text.endswith("\n"))
 
 
-@given(st.lists(COMMANDS, max_size=3), st.booleans())
-def test_terminus_reads_what_it_writes(commands: list[str], done: bool) -> None:
+@given(st.lists(COMMANDS, max_size=3), st.booleans(), st.text())
+def test_terminus_reads_what_it_writes(commands: list[str], done: bool, plan: str) -> None:
     harness = get_harness("terminus")
-    assert harness.parse(harness.write(commands, done)) == Action(tuple(commands), done)
+    assert harness.parse(harness.write(commands, done, plan)) == Action(tuple(commands), done)
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="`\r"), min_size=1))
@@ -23,6 +23,7 @@ def test_bash_reads_what_it_writes(command: str) -> None:
     harness = get_harness("bash")
     if command.strip() and command.strip() != "submit":
         assert harness.parse(harness.write([command], False)) == Action((command,), False)
+        assert harness.parse(harness.write([command], False, "2")) == Action((command,), False)
     assert harness.parse(harness.write([], True)) == Action((), True)
 
 
