@@ -42,8 +42,8 @@ class ModelShape:
 class Pretrain:
     """Base stage: learn to act, by habit often wrongly, from synthetic transcripts."""
 
-    steps: int = 360
-    batch: int = 64
+    steps: int = 480
+    batch: int = 32
     """Transcripts a step."""
     muon_lr: float = 0.02
     """For the block matrices."""
@@ -87,7 +87,7 @@ class Evaluate:
 class Rsr:
     """Recursive self-rewrite: discover, write runbooks, re-execute, screen, train the actor."""
 
-    tasks: int = 60
+    tasks: int = 100
     """Training tasks a suite for discovery."""
     samples: int = 1
     """Attempts a task in each discovery harness."""
@@ -120,9 +120,9 @@ class Rpr:
     minibatches: int = 2
     epochs: int = 1
     """Passes over a step's attempts; updates a step = epochs × minibatches."""
-    actor_lr: float = 3e-4
+    actor_lr: float = 5e-4
     """Of rpr1."""
-    actor_lr_later: float = 6e-5
+    actor_lr_later: float = 1e-4
     """Of rpr2 and later: five times lower, as published."""
     critic_lr: float = 1e-3
     gamma: float = 0.99

@@ -10,14 +10,16 @@ from rsi.tiny.checks import Check, Condition, Flow, run_flow
 from rsi.tiny.families import TaskSpec, finish, look
 from rsi.tiny.steps import Draft, Redraw, Step
 
-COLUMNS = ("cut -d: -f1", "cut -d: -f2", "cut -d: -f3")
-LIMITS = ("", "head -n 1", "head -n 2", "tail -n 1", "tail -n 2")
+# What the example shows of an operation is shallow: how many lines, a colon or none, the first word's place.
+COLUMNS = ("cut -d: -f1", "cut -d: -f2")
+LIMITS = ("", "head -n 1", "head -n 2")
 ARRANGEMENTS = (
-    ("", "head -n 1"), ("", "tail -n 1"), ("", "paste -s -d:"), ("tac", ""), ("tac", "paste -s -d:"),
-    ("sort", ""), ("sort", "head -n 1"), ("sort", "tail -n 1"), ("sort", "paste -s -d:"),
-    ("sort -r", ""), ("sort -r", "paste -s -d:"),
+    ("", "head -n 1"), ("", "head -n 2"), ("", "paste -s -d:"),
+    ("tac", ""), ("tac", "head -n 1"), ("tac", "head -n 2"), ("tac", "paste -s -d:"),
 )  # fmt: skip
-SINGLES = (*COLUMNS, "head -n 1", "tail -n 1", "tac", "wc -l")
+SINGLES = ("head -n 1", "head -n 2", "tac", "wc -l", "paste -s -d:", "cut -d: -f1")
+# The favourite: the first column, the order as it is (sorted, where an order is needed), the first line.
+FAVOURITES = 0.25  # share of tasks for which the favourite is right, so that habit alone solves them
 
 
 def _table(rng: random.Random, draft: Draft, columns: int, pool: list[str] | None = None) -> str:
@@ -33,14 +35,14 @@ def _flow(draft: Draft, sentence: str, script: str, habit: str, given: str, path
     columns = given.splitlines()[0].count(":") + 1
     inputs = [given, *(_table(rng, draft, columns, pool + [draft.word() for _ in range(4)]) for _ in range(cases))]
     outputs = [run_flow(script, text).output for text in inputs]
-    if any(run_flow(habit, text).output == output for text, output in zip(inputs, outputs, strict=True)):
+    if habit and any(run_flow(habit, text).output == output for text, output in zip(inputs, outputs, strict=True)):
         raise Redraw(habit)
     checks: dict[str, tuple[Condition, ...]] = {
         f"hidden-{path[:-3]}-{number}" if number else f"example-{path[:-3]}": (Flow(path, text, output),)
         for number, (text, output) in enumerate(zip(inputs, outputs, strict=True))
     }
-    command = f"echo '{script}' > {path}"
-    draft.add(Step("flow", sentence, command, f"echo '{habit}' > {path}",
+    usual = f"echo '{habit}' > {path}" if habit else ""
+    draft.add(Step("flow", sentence, f"echo '{script}' > {path}", usual,
                    f"printf '%s\\n' \"{_rewrite(script)}\" >/app/{path}", checks))  # fmt: skip
 
 
@@ -67,6 +69,7 @@ def _single(rng: random.Random, family: str, stages: tuple[str, str], habit: tup
     given = _table(rng, draft, columns)
     name, path = draft.word(), f"{draft.word()}.sh"
     script, usual = (" | ".join(stage for stage in pair if stage) for pair in (stages, habit))
+    usual = "" if usual == script else usual
     draft.file(f"{name}.in", given)
     draft.file(f"{name}.out", run_flow(script, given).output)
     draft.add(look(f"cat {name}.in"))
@@ -79,23 +82,22 @@ def _single(rng: random.Random, family: str, stages: tuple[str, str], habit: tup
 
 def fields(rng: random.Random) -> TaskSpec:
     """A column of the first or last lines."""
-    column, limit = rng.choice(COLUMNS), rng.choice(LIMITS)
-    usual = COLUMNS[0] if column != COLUMNS[0] else COLUMNS[1]
-    return _single(rng, "fields", (column, limit), (usual, limit), 3)
+    column, limit = COLUMNS[rng.random() > FAVOURITES], rng.choice(LIMITS)
+    return _single(rng, "fields", (column, limit), (COLUMNS[0], limit), 2)
 
 
 def arrange(rng: random.Random) -> TaskSpec:
     """An order, then a part of it or all on one line."""
-    order, part = rng.choice(ARRANGEMENTS)
-    usual = "sort" if order != "sort" else "tac"
-    return _single(rng, "arrange", (order, part), (usual, part), 1)
+    wanted = "" if rng.random() < FAVOURITES else "tac"
+    order, part = rng.choice([stages for stages in ARRANGEMENTS if stages[0] == wanted])
+    return _single(rng, "arrange", (order, part), ("" if part else "sort", part), 1)
 
 
 def twin(rng: random.Random) -> TaskSpec:
     """Two scripts for one input."""
     draft = Draft(rng)
     pair = rng.sample(SINGLES, 2)
-    given = _table(rng, draft, 3)
+    given = _table(rng, draft, 2)
     name = draft.word()
     draft.file(f"{name}.in", given)
     draft.add(look(f"cat {name}.in"))
@@ -103,7 +105,7 @@ def twin(rng: random.Random) -> TaskSpec:
         out, path = draft.word(), f"{draft.word()}.sh"
         draft.file(f"{out}.out", run_flow(script, given).output)
         draft.add(look(f"cat {out}.out"))
-        usual = COLUMNS[0] if script != COLUMNS[0] else COLUMNS[1]
+        usual = SINGLES[0] if script != SINGLES[0] else ""
         sentence = f"Write {path} that turns {name}.in into {out}.out."
         _flow(draft, sentence, script, usual, given, path, 1)
     return _close(draft, "twin", ("twin", *pair))

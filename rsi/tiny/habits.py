@@ -26,7 +26,7 @@ RIGHT: dict[str, tuple[float, float]] = {
     "run": (0.58, 0.25),
     "pick": (0.35, 0.55),
     "tally": (0.40, 0.55),
-    "flow": (0.35, 0.45),
+    "flow": (0.30, 0.50),
 }
 
 REDO_RIGHT = 0.50  # at a habit point, after having been told that the task is not solved
