@@ -45,7 +45,7 @@ class Pretrain:
     steps: int = 480
     batch: int = 32
     """Transcripts a step."""
-    muon_lr: float = 0.02
+    muon_lr: float = 0.01
     """For the block matrices."""
     adamw_lr: float = 3e-3
     """For embeddings and norms."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rsi_sandbox import Task
+from rsi_sandbox import SandboxError, Task
 
 from rsi.chat import Chat
 from rsi.config import SUITES
@@ -74,7 +74,7 @@ def attempt_each(engine: Engine, tasks: Sequence[Task], path: Path, temperature:
             records[position] = record
     broken = [record for record in records if record.end == "infra_error"]
     if len(broken) > MAX_INFRA_SHARE * len(records):
-        raise RuntimeError(
+        raise SandboxError(
             f"{len(broken)} of {len(records)} evaluation attempts failed for the machine's reasons,"
             f" more than {MAX_INFRA_SHARE:.0%}; the last: {broken[-1].error}"
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from rsi_kernels import tb_gae
+from rsi_sandbox import SandboxError
 from torch import Tensor
 
 from rsi import ppo, rewards
@@ -114,7 +115,7 @@ class Loop:
         metrics = rollout_metrics(records)
         usable = [record for record in records if record.end != "infra_error"]
         if not usable:
-            raise RuntimeError(f"every attempt of {phase} step {number + 1} failed: {records[0].error}")
+            raise SandboxError(f"every attempt of {phase} step {number + 1} failed: {records[0].error}")
         scores = [self.score(record) for record in usable]
         metrics["reward/mean"] = sum(scores) / len(scores)
         if self.settings.control == "shuffled_rewards":

@@ -89,4 +89,17 @@ def load_pool(folder: Path, count: int | None = None) -> Pool:
         if not paths:
             raise UserError(f"{folder / suite} holds no task (a folder with a task.toml): add some")
         pool[suite] = [load_task(path) for path in paths[:count]]
+    seen: dict[str, Task] = {}
+    for task in (task for tasks in pool.values() for task in tasks):
+        if task.name in seen:
+            raise UserError(f"{task.folder} and {seen[task.name].folder} are both called {task.name!r}: rename one")
+        seen[task.name] = task
     return pool
+
+
+def check_backend(backend: Backend, *pools: Pool) -> None:
+    """Refuse tasks that the local backend cannot run, before anything is spent on the others."""
+    for task in (task for pool in pools for tasks in pool.values() for task in tasks):
+        if backend.kind == "local" and (task.docker_only or task.network):
+            reason = task.docker_only or "it asks for a network"
+            raise UserError(f"{task.folder} does not run in a local sandbox ({reason}): use --sandbox docker")

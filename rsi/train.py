@@ -9,9 +9,16 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rsi.config import Config, UserError, fail, parse, to_record
 from rsi.stages import Stage, missing_before, schedule
+
+if TYPE_CHECKING:  # torch takes seconds to import; a wrong option is answered before that
+    from tokenizers import Tokenizer
+
+    from rsi.model import Transformer
+    from rsi.session import Session
 
 
 def main() -> None:
@@ -43,7 +50,8 @@ def run(config: Config) -> None:
     from rsi.metrics import Log
     from rsi.model import keep_freed_memory
     from rsi.report import stage_table, table_text, write_plot
-    from rsi.session import Session, prepare_tasks
+    from rsi.session import Session, check_backend, prepare_tasks
+    from rsi.weights import WeightsError
 
     torch.set_num_threads(config.threads)
     keep_freed_memory()
@@ -57,6 +65,7 @@ def run(config: Config) -> None:
             with open_backend(config.sandbox, run=config.folder.name) as backend:
                 log.say(f"{run_folder.folder}: stages {', '.join(stage.name for stage in stages)}; {device.type};")
                 log.say(f"sandboxes: {backend.kind} ({backend.reason})")
+                check_backend(backend, train, evaluation)
                 session = Session(run_folder, log, backend, device, train, evaluation)
                 for stage in stages:
                     run_stage(session, stage)
@@ -66,7 +75,7 @@ def run(config: Config) -> None:
         log.text.write(table_text(records))
         write_plot(records, run_folder.folder / "stages.svg", title)
         log.say(f"plot: {run_folder.folder / 'stages.svg'}")
-    except TaskError as problem:
+    except (TaskError, WeightsError) as problem:
         raise UserError(str(problem)) from problem
     except SandboxError as problem:
         log.say(f"rsi: error: {problem}")
@@ -75,7 +84,7 @@ def run(config: Config) -> None:
         log.close()
 
 
-def run_stage(session, stage: Stage) -> None:
+def run_stage(session: "Session", stage: Stage) -> None:
     """One stage: weights in, work, weights out, evaluation, record."""
     from rsi.chat import Chat
     from rsi.evaluate import evaluate
@@ -120,7 +129,7 @@ def run_stage(session, stage: Stage) -> None:
     session.log.say(f"{stage.name} done in {record['seconds']:.0f} s  {rates}  mean {100 * evaluation['mean']:.1f} %")
 
 
-def build_base(session):
+def build_base(session: "Session") -> tuple["Transformer", "Tokenizer"]:
     """The embedded model, pretrained from scratch on synthetic transcripts."""
     import torch
 

@@ -20,6 +20,7 @@ MICRO_BATCH_TOKENS = 2048  # padded tokens of one pass: smaller ones pad less
 EMBEDDING_STD = 0.1  # at the usual 0.02 names stay alike for 150 steps and nothing is copied from the instruction
 SHORT_SHARE = 0.25  # of the steps, the first ones, on the suites with short tasks alone
 WARMUP = 10  # steps
+DECAY_SHARE = 0.4  # of the steps, the last ones: copying is learnt at full rate, all at once, at no fixed step
 LAST_RATE = 0.05  # of the learning rates, at the last step
 
 
@@ -92,7 +93,8 @@ def pretrain(
     chosen = optimizers(model, settings.muon_lr, settings.adamw_lr)
     rates = [optimizer.param_groups[0]["lr"] for optimizer in chosen]
     for step in range(settings.steps):
-        share = min((step + 1) / WARMUP, 1 - (1 - LAST_RATE) * step / max(settings.steps - 1, 1))
+        left = (settings.steps - step) / settings.steps
+        share = min((step + 1) / WARMUP, max(LAST_RATE, left / DECAY_SHARE), 1.0)
         for optimizer, rate in zip(chosen, rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * share
         drawn = short if step < SHORT_SHARE * settings.steps else source
