@@ -10,16 +10,15 @@ from rsi.tiny.checks import Check, Condition, Flow, run_flow
 from rsi.tiny.families import TaskSpec, finish, look
 from rsi.tiny.steps import Draft, Redraw, Step
 
-# What the example shows of an operation is shallow: how many lines, a colon or none, the first word's place.
+# What the example shows of a workflow is shallow: how many lines, a colon or none, the first word's place.
+# Each stands beside the favourite that habit writes instead of it, itself where habit is right.
 COLUMNS = ("cut -d: -f1", "cut -d: -f2")
-LIMITS = ("", "head -n 1", "head -n 2")
-ARRANGEMENTS = (
-    ("", "head -n 1"), ("", "head -n 2"), ("", "paste -s -d:"),
-    ("tac", ""), ("tac", "head -n 1"), ("tac", "head -n 2"), ("tac", "paste -s -d:"),
-)  # fmt: skip
-SINGLES = ("head -n 1", "head -n 2", "tac", "wc -l", "paste -s -d:", "cut -d: -f1")
-# The favourite: the first column, the order as it is (sorted, where an order is needed), the first line.
-FAVOURITES = 0.25  # share of tasks for which the favourite is right, so that habit alone solves them
+LIMITS = ("", " | head -n 1", " | head -n 2")
+FIELDS = {f"{column}{limit}": f"{COLUMNS[0]}{limit}" for column in COLUMNS for limit in LIMITS}
+PARTS = ("head -n 1", "head -n 2", "paste -s -d:")
+ARRANGEMENTS = {"tac": "sort"} | {part: part for part in PARTS} | {f"tac | {part}": part for part in PARTS}
+SHAPES = dict.fromkeys(("head -n 1", "head -n 2", "tac", "wc -l", "paste -s -d:", "cut -d: -f1"), "head -n 1")
+FAVOURITES = 0.25  # share of the workflows for which habit is right
 
 
 def _table(rng: random.Random, draft: Draft, columns: int, pool: list[str] | None = None) -> str:
@@ -57,47 +56,16 @@ def _rewrite(script: str) -> str:
     return script
 
 
-def _close(draft: Draft, family: str, composition: tuple[str, ...]) -> TaskSpec:
-    spec = finish(draft, family, "swr")
-    criteria = tuple(Check(c.name, c.conditions, c.name.startswith("hidden")) for c in spec.criteria)
-    hidden = tuple(check.name for check in criteria if check.hidden)
-    return TaskSpec(**{**vars(spec), "composition": composition, "criteria": criteria, "hidden": hidden})
-
-
-def _single(rng: random.Random, family: str, stages: tuple[str, str], habit: tuple[str, str], columns: int) -> TaskSpec:
+def _pair(rng: random.Random, family: str, workflows: dict[str, str], columns: int) -> TaskSpec:
+    # Two scripts for one input. The pair is the task's composition: one that is held out joins two workflows
+    # that are each trained on in other pairs.
     draft = Draft(rng)
+    habitual = [script for script, favourite in workflows.items() if script == favourite]
+    others = [script for script, favourite in workflows.items() if script != favourite]
+    pair = [rng.choice(habitual if rng.random() < FAVOURITES else others) for _ in range(2)]
+    if pair[0] == pair[1]:
+        raise Redraw(pair[0])
     given = _table(rng, draft, columns)
-    name, path = draft.word(), f"{draft.word()}.sh"
-    script, usual = (" | ".join(stage for stage in pair if stage) for pair in (stages, habit))
-    usual = "" if usual == script else usual
-    draft.file(f"{name}.in", given)
-    draft.file(f"{name}.out", run_flow(script, given).output)
-    draft.add(look(f"cat {name}.in"))
-    draft.add(look(f"cat {name}.out"))
-    sentence = rng.choice([f"Write {path} that turns {name}.in into {name}.out.",
-                           f"{path} must read input like {name}.in and print output like {name}.out."])  # fmt: skip
-    _flow(draft, sentence, script, usual, given, path, rng.randint(1, 2))
-    return _close(draft, family, (family, *stages))
-
-
-def fields(rng: random.Random) -> TaskSpec:
-    """A column of the first or last lines."""
-    column, limit = COLUMNS[rng.random() > FAVOURITES], rng.choice(LIMITS)
-    return _single(rng, "fields", (column, limit), (COLUMNS[0], limit), 2)
-
-
-def arrange(rng: random.Random) -> TaskSpec:
-    """An order, then a part of it or all on one line."""
-    wanted = "" if rng.random() < FAVOURITES else "tac"
-    order, part = rng.choice([stages for stages in ARRANGEMENTS if stages[0] == wanted])
-    return _single(rng, "arrange", (order, part), ("" if part else "sort", part), 1)
-
-
-def twin(rng: random.Random) -> TaskSpec:
-    """Two scripts for one input."""
-    draft = Draft(rng)
-    pair = rng.sample(SINGLES, 2)
-    given = _table(rng, draft, 2)
     name = draft.word()
     draft.file(f"{name}.in", given)
     draft.add(look(f"cat {name}.in"))
@@ -105,7 +73,25 @@ def twin(rng: random.Random) -> TaskSpec:
         out, path = draft.word(), f"{draft.word()}.sh"
         draft.file(f"{out}.out", run_flow(script, given).output)
         draft.add(look(f"cat {out}.out"))
-        usual = SINGLES[0] if script != SINGLES[0] else ""
         sentence = f"Write {path} that turns {name}.in into {out}.out."
-        _flow(draft, sentence, script, usual, given, path, 1)
-    return _close(draft, "twin", ("twin", *pair))
+        habit = "" if workflows[script] == script else workflows[script]
+        _flow(draft, sentence, script, habit, given, path, 1)
+    spec = finish(draft, family, "swr")
+    criteria = tuple(Check(c.name, c.conditions, c.name.startswith("hidden")) for c in spec.criteria)
+    hidden = tuple(check.name for check in criteria if check.hidden)
+    return TaskSpec(**{**vars(spec), "composition": (family, *pair), "criteria": criteria, "hidden": hidden})
+
+
+def fields(rng: random.Random) -> TaskSpec:
+    """Columns of a table, of all its lines or the first ones."""
+    return _pair(rng, "fields", FIELDS, 2)
+
+
+def arrange(rng: random.Random) -> TaskSpec:
+    """Lines in their order or upside down, the first ones or all on one line."""
+    return _pair(rng, "arrange", ARRANGEMENTS, 1)
+
+
+def shapes(rng: random.Random) -> TaskSpec:
+    """Whatever makes the output's shape."""
+    return _pair(rng, "shapes", SHAPES, 2)
