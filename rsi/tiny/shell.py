@@ -73,6 +73,8 @@ class World:
         Raises:
             Unsupported: for anything outside of the known commands.
         """
+        if command.count("'") % 2:
+            raise Unsupported("a quote is left open")
         words = TOKEN.findall(command)
         text: str | None = None
         target, append = None, False

@@ -81,11 +81,10 @@ def test_a_flow_that_exits_or_hangs_is_bounded_and_fails_alone(backend, tmp_path
     spec = drawn("fields", "swr", 1)[0]
     write_task(spec, tmp_path / "task")
     task = load_task(tmp_path / "task")
-    script = re.search(r"'(.*)' > (\S+)", spec.steps[-1].right)
-    assert script is not None
-    exits = graded(backend, task, [f"printf '%s; exit 0\\n' '{script[1]}' > {script[2]}"])
-    assert exits.strict
-    assert not graded(backend, task, [f"echo 'sleep 60' > {script[2]}"]).strict
+    scripts = [found for step in spec.steps if (found := re.search(r"'(.*)' > (\S+)", step.right))]
+    exits = [f"printf '%s; exit 0\\n' '{script[1]}' > {script[2]}" for script in scripts]
+    assert len(exits) == 2 and graded(backend, task, exits).strict
+    assert not graded(backend, task, [exits[0], f"echo 'sleep 60' > {scripts[1][2]}"]).strict
 
 
 def test_what_looks_right_but_is_not(backend, tmp_path):
