@@ -45,6 +45,10 @@ class Pretrain:
     steps: int = 480
     batch: int = 32
     """Transcripts a step."""
+    habit: float = 1.0
+    """How often a habit wins over the right command: 1 as in rsi.tiny.habits, 0 never."""
+    short_share: float = 0.25
+    """Share of the steps, the first ones, on the suites with short tasks alone: names are copied sooner."""
     muon_lr: float = 0.01
     """For the block matrices."""
     adamw_lr: float = 3e-3
@@ -206,11 +210,11 @@ def smoke() -> Config:
         train_tasks=32,
         families=2,
         model=ModelShape(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=192),
-        pretrain=Pretrain(steps=60, batch=32),
-        rollout=Rollout(slots=32),
+        pretrain=Pretrain(steps=400, habit=0.3, short_share=1.0),
+        rollout=Rollout(slots=32, max_turns=5, max_turn_tokens=20, max_length=256),
         evaluate=Evaluate(tasks=6),
-        rsr=Rsr(tasks=6, executions=1),
-        rpr=Rpr(warmup_batch=8, calibration_steps=4, steps=(2, 2), attempts=16),
+        rsr=Rsr(tasks=8, executions=1),
+        rpr=Rpr(warmup_batch=8, calibration_steps=4, steps=(4, 2), attempts=32, critic_lr=3e-3),
     )
 
 

@@ -128,7 +128,8 @@ def wilson(successes: float, trials: int) -> tuple[float, float]:
     rate, z2 = successes / trials, Z95**2
     centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
     half = Z95 / (1 + z2 / trials) * math.sqrt(rate * (1 - rate) / trials + z2 / (4 * trials**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # At rates 0 and 1 the bound is the rate itself, up to rounding.
+    return min(max(0.0, centre - half), rate), max(min(1.0, centre + half), rate)
 
 
 def normal_interval(strata: Sequence[Sequence[float]]) -> tuple[float, float]:

@@ -18,7 +18,6 @@ from rsi.trajectory import Trajectory
 
 MICRO_BATCH_TOKENS = 2048  # padded tokens of one pass: smaller ones pad less
 EMBEDDING_STD = 0.1  # at the usual 0.02 names stay alike for 150 steps and nothing is copied from the instruction
-SHORT_SHARE = 0.25  # of the steps, the first ones, on the suites with short tasks alone
 WARMUP = 10  # steps
 DECAY_SHARE = 0.4  # of the steps, the last ones: copying is learnt at full rate, all at once, at no fixed step
 LAST_RATE = 0.05  # of the learning rates, at the last step
@@ -31,6 +30,10 @@ class Settings(Protocol):
     def steps(self) -> int: ...
     @property
     def batch(self) -> int: ...
+    @property
+    def habit(self) -> float: ...
+    @property
+    def short_share(self) -> float: ...
     @property
     def muon_lr(self) -> float: ...
     @property
@@ -54,7 +57,7 @@ def encode(lines: list[Line], chat: Chat, name: str = "", family: str = "", suit
 
 
 def examples(
-    chat: Chat, seed: int, suites: Sequence[str] = tuple(FAMILIES), limit: int | None = None
+    chat: Chat, seed: int, suites: Sequence[str] = tuple(FAMILIES), limit: int | None = None, habit: float = 1.0
 ) -> Iterator[Trajectory]:
     """Fresh transcripts of training tasks without end; every suite is as frequent, and in it every family."""
     rng = random.Random(seed)
@@ -63,7 +66,7 @@ def examples(
             family = rng.choice(families_of(suite, limit))
             harness, runbook = draw_form(rng)
             spec = draw(family, suite, rng, "train")
-            yield encode(transcript(spec, harness, rng, runbook), chat, spec.name, family, suite)
+            yield encode(transcript(spec, harness, rng, runbook, habit), chat, spec.name, family, suite)
 
 
 def optimizers(model: Transformer, muon_lr: float, adamw_lr: float) -> list[torch.optim.Optimizer]:
@@ -87,7 +90,8 @@ def pretrain(
     """
     chat = Chat(tokenizer)
     device = next(model.parameters()).device
-    short, source = examples(chat, seed, ("core", "hard"), limit), examples(chat, seed, limit=limit)
+    short = examples(chat, seed, ("core", "hard"), limit, settings.habit)
+    source = examples(chat, seed, limit=limit, habit=settings.habit)
     with torch.no_grad():
         model.model.embed_tokens.weight *= EMBEDDING_STD / model.model.embed_tokens.weight.std()
     chosen = optimizers(model, settings.muon_lr, settings.adamw_lr)
@@ -97,7 +101,7 @@ def pretrain(
         share = min((step + 1) / WARMUP, max(LAST_RATE, left / DECAY_SHARE), 1.0)
         for optimizer, rate in zip(chosen, rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * share
-        drawn = short if step < SHORT_SHARE * settings.steps else source
+        drawn = short if step < settings.short_share * settings.steps else source
         records = [next(drawn) for _ in range(settings.batch)]
         tokens = sum(sum(record.action) for record in records)
         total = 0.0

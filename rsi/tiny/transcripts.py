@@ -47,15 +47,18 @@ class Attempt(NamedTuple):
     world: World
 
 
-def transcript(spec: TaskSpec, harness: str, rng: random.Random, runbook: bool = False) -> list[Line]:
+def transcript(
+    spec: TaskSpec, harness: str, rng: random.Random, runbook: bool = False, habit: float = 1.0
+) -> list[Line]:
     """The messages of one imperfect attempt at `spec`.
 
     In `rsrt` an attempt that failed is told so and done again from its first habit point. With `runbook`
     the prompt holds the runbook that `rsi.runbook` plans from the attempt's own commands, right or wrong.
+    `habit` scales how often a habit wins: 1 as in `rsi.tiny.habits`, 0 never.
     """
     form = HARNESSES[harness]
     column = 1 if harness == "bash" else 0
-    rates = {kind: RUNBOOK_RIGHT if runbook else rate[column] for kind, rate in RIGHT.items()}
+    rates = {kind: 1 - habit * (1 - (RUNBOOK_RIGHT if runbook else rate[column])) for kind, rate in RIGHT.items()}
     slip = RUNBOOK_SLIP if runbook else SLIP
     attempt = act(spec.steps, World(spec.files), rates, slip, rng)
     page = None
@@ -68,7 +71,7 @@ def transcript(spec: TaskSpec, harness: str, rng: random.Random, runbook: bool =
     if harness == "rsrt" and not spec.solved(attempt.world):
         lines.append(Line("user", NOT_SOLVED, False))
         first = next((place for place, step in enumerate(spec.steps) if step.habit), 0)
-        rates = dict.fromkeys(RIGHT, REDO_RIGHT)
+        rates = dict.fromkeys(RIGHT, 1 - habit * (1 - REDO_RIGHT))
         _render(lines, form, act(spec.steps[first:], attempt.world, rates, slip, rng, attempt.outcomes[:first]))
     return lines
 
