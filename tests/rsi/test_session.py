@@ -1,0 +1,84 @@
+"""Task pools and the run folder."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from rsi_sandbox import open_backend
+
+from rsi.checkpoint import PARTIAL, open_run, read_config
+from rsi.config import UserError, parse
+from rsi.rpr import draw
+from rsi.session import check_backend, load_pool, prepare_tasks
+from rsi.stages import schedule
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    return ["--preset", "smoke", "--runs", str(tmp_path / "runs")]
+
+
+def test_built_in_tasks_are_written_once_and_disjoint(arguments: list[str]) -> None:
+    config = parse([*arguments, "--train-tasks", "6", "--evaluate.tasks", "4"])
+    train, evaluation = prepare_tasks(config)
+    assert [len(tasks) for tasks in train.values()] == [6] * 4
+    assert [len(tasks) for tasks in evaluation.values()] == [4] * 4
+    names = [{task.name for tasks in pool.values() for task in tasks} for pool in (train, evaluation)]
+    assert not names[0] & names[1] and prepare_tasks(config) == (train, evaluation)
+    other, same = prepare_tasks(parse([*arguments, "--seed", "1", "--train-tasks", "6", "--evaluate.tasks", "4"]))
+    assert {task.name for tasks in same.values() for task in tasks} == names[1], "every run is measured alike"
+    assert {task.name for tasks in other.values() for task in tasks} != names[0]
+
+
+def test_what_a_pool_refuses(arguments: list[str]) -> None:
+    config = parse([*arguments, "--train-tasks", "6"])
+    train, _ = prepare_tasks(config)
+    folder = config.folder / "tasks" / "train"
+    first, second = (task.folder for task in train["core"][:2])
+    with open_backend("local", "test-session") as backend:
+        check_backend(backend, train)
+        dockerfile = first / "environment" / "Dockerfile"
+        dockerfile.write_text(dockerfile.read_text() + "RUN apt-get update\n")
+        with pytest.raises(UserError, match=r"RUN.*--sandbox docker"):
+            check_backend(backend, load_pool(folder))
+    (first / "task.toml").write_text((second / "task.toml").read_text())
+    with pytest.raises(UserError, match="both called"):
+        load_pool(folder)
+
+
+def test_every_task_is_drawn_once_an_epoch_and_suites_alike(arguments: list[str]) -> None:
+    train, _ = prepare_tasks(parse([*arguments, "--train-tasks", "6"]))
+    steps = [draw(train, ("core", "swr"), 4, step, seed=1) for step in range(3)]
+    assert [[task.suite for task in tasks] for tasks in steps] == [["core", "core", "swr", "swr"]] * 3
+    assert {task.name for tasks in steps for task in tasks if task.suite == "swr"} == {t.name for t in train["swr"]}
+    assert steps == [draw(train, ("core", "swr"), 4, step, seed=1) for step in range(3)]
+
+
+def test_a_killed_try_leaves_nothing_behind(arguments: list[str]) -> None:
+    config = parse(arguments)
+    run = open_run(config)
+    base, rsr1 = schedule(config)[:2]
+    run.begin(base)
+    run.finish(base, {"stage": "base"})
+    assert run.done() == {"base"}
+    assert read_config(run.folder) == dataclasses.replace(config, name="smoke-0")
+    run.begin(rsr1)
+    attempts = run.folder / "trajectories" / "rsr1" / "discovery.jsonl"
+    attempts.parent.mkdir(parents=True)
+    attempts.write_text("{}\n")
+    lines = [json.dumps({"stage": stage, "step": 1}) for stage in ("base", "rsr1")]
+    (run.folder / "metrics.jsonl").write_text(lines[0] + "\n" + lines[1] + "\n" + lines[1][:5])
+    assert run.done() == {"base"}
+    partial = run.begin(rsr1)
+    assert partial.name.endswith(PARTIAL) and not list(partial.iterdir()) and not attempts.exists()
+    assert (run.folder / "metrics.jsonl").read_text() == lines[0] + "\n"
+
+
+def test_a_run_folder_has_one_owner(arguments: list[str]) -> None:
+    config = parse(arguments)
+    run = open_run(config)
+    with pytest.raises(UserError, match="in use"):
+        open_run(config)
+    run.lock.close()
+    open_run(config)
