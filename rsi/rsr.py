@@ -36,6 +36,11 @@ from rsi.trajectory import Trajectory, read, to_json
 REVISIONS = 1
 # A family gives at most this multiple of the median family's kept attempts.
 BALANCE = 2.0
+# Said in the funnel where runbooks do not help.
+LOST_READING = (
+    "success with the runbook is not above success without: since it was last trained to read one, the policy has"
+    " been trained on prompts without, and has come to do better than the page tells it"
+)
 
 
 class Rewrite(NamedTuple):
@@ -169,6 +174,8 @@ def execute(
         "success_with_runbook": sum(record.strict for record in records) / count,
         "success_without_runbook": sum(record.strict for record in without) / count,
     }
+    if funnel["success_with_runbook"] <= funnel["success_without_runbook"]:
+        funnel["note"] = LOST_READING
     return records
 
 
