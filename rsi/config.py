@@ -117,6 +117,8 @@ class Rpr:
     """Attempts a critic warm-up step; the warm-up is one epoch over the swr training tasks."""
     calibration_steps: int = 4
     """Critic-only steps before the actor moves."""
+    critic_only_epochs: int = 4
+    """Passes over the attempts of a step in which the actor is frozen: warm-up and calibration."""
     steps: tuple[int, ...] = (26, 26)
     """Joint steps of rpr1, rpr2, …; the last entry holds for longer recursions."""
     attempts: int = 128

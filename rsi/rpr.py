@@ -129,7 +129,7 @@ class Loop:
             whiten(everything)
         sums: list[ppo.Metrics] = []
         total = 0
-        for _ in range(self.settings.epochs):
+        for _ in range(self.settings.epochs if train_actor else self.settings.critic_only_epochs):
             for indices, minibatch in zip(plan, prepared, strict=True):
                 tokens = count_actions(usable, [index for group in indices for index in group])
                 total += tokens

@@ -233,6 +233,7 @@ class Init:
         self.namespaces = 0
         self.settings: dict[str, Any] = {}
         self.pipes: tuple[int, int] = (-1, -1)
+        self.woken = -1  # readable after a signal
 
     def serve(self) -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -244,6 +245,9 @@ class Init:
             command_in, output_out = os.pipe()
             output_in, command_out = os.pipe()
             self.pipes = (command_in, command_out)
+            self.woken, wake = os.pipe()
+            os.set_blocking(wake, False)
+            signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
             signal.signal(signal.SIGCHLD, self.reap)
             reply = json.dumps({"ok": True}).encode()
             descriptors = [os.open("/", os.O_PATH | os.O_DIRECTORY), os.pidfd_open(os.getpid()), output_out, output_in]
@@ -278,12 +282,28 @@ class Init:
     def read(self, count: int) -> bytes:
         parts = []
         while count:
+            self.wait()
             part = self.caller.recv(min(count, 1 << 20))
             if not part:
                 os._exit(0)
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
+
+    def wait(self) -> None:
+        """Return when the caller has written. A child's end wakes this up too, and Python then runs `reap`: in a
+        plain recv it would not, where the signal comes just before the system call.
+        """
+        room = select.poll()
+        room.register(self.caller, select.POLLIN)
+        if self.woken >= 0:
+            room.register(self.woken, select.POLLIN)
+        while True:
+            ready = [descriptor for descriptor, _ in room.poll()]
+            if self.woken in ready:
+                os.read(self.woken, 4096)
+            if self.caller.fileno() in ready:
+                return
 
     def send(self, message: dict[str, Any]) -> None:
         body = json.dumps(message).encode()

@@ -1,7 +1,6 @@
 """Attempts in real sandboxes, the policy's turns written in advance."""
 
 import dataclasses
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -134,12 +133,12 @@ def test_a_command_that_hangs_is_stopped_and_the_model_told(backend: Backend, ta
 
 
 def test_the_machines_failure_is_no_failure_of_the_policy(backend: Backend, task: Task, tmp_path: Path) -> None:
-    shutil.rmtree(task.folder / "tests")
-    record, _ = attempt(backend, task, [DONE], tmp_path / "a.jsonl")
-    assert record.end == "infra_error" and record.error and not record.checks
-    shutil.rmtree(task.folder / "environment")
-    record, _ = attempt(backend, task, [DONE], tmp_path / "b.jsonl")
-    assert record.end == "infra_error" and record.error
+    no_tests = dataclasses.replace(task, tests=())
+    record, _ = attempt(backend, no_tests, [DONE], tmp_path / "a.jsonl")
+    assert record.end == "infra_error" and "reward.txt" in record.error and not record.checks
+    cannot_start = dataclasses.replace(task, docker_only="RUN true")
+    record, _ = attempt(backend, cannot_start, [DONE], tmp_path / "b.jsonl")
+    assert record.end == "infra_error" and "RUN true" in record.error
 
 
 def test_rsrt_tells_one_bit_and_lets_the_attempt_go_on(backend: Backend, task: Task, tmp_path: Path) -> None:

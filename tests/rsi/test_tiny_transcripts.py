@@ -4,7 +4,6 @@ import random
 import subprocess
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsi.chat import Chat
+from rsi.config import Pretrain
 from rsi.model import ModelConfig, Transformer
 from rsi.runbook import SECTIONS
 from rsi.tiny import build_tokenizer, pretrain
@@ -215,7 +215,7 @@ def test_pretraining_learns_and_is_reproducible(tokenizer):
             num_attention_heads=2, num_key_value_heads=1, head_dim=16, eos_token_id=2,
         )  # fmt: skip
         model = Transformer(config)
-        plan = SimpleNamespace(steps=16, batch=4, muon_lr=0.02, adamw_lr=3e-3)
+        plan = Pretrain(steps=16, batch=4)
         losses = [loss for _, loss in pretrain(model, tokenizer, plan, 0)]
         return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 

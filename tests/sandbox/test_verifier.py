@@ -1,9 +1,11 @@
 """The protected verifier: honest work passes, nothing else does, and a broken verifier is never a 0."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from rsi_sandbox import Backend, SandboxError, Task, judge, load_task, verify
+from rsi_sandbox import Backend, SandboxError, Task, judge, load_task, open_backend, verify
 from sandbox_tasks import SOLUTION, TEST_SH, write_task
 
 
@@ -122,3 +124,20 @@ def test_failed_check_denies_strict(backend: Backend, tmp_path: Path) -> None:
     task = load_task(write_task(tmp_path / "task", TEST_SH + "echo 1 > /logs/verifier/reward.txt\n"))
     verdict = verify(backend, task, backend.start(task))
     assert verdict.reward == 1.0 and not verdict.strict
+
+
+def test_no_script_of_the_sandbox_is_waited_for_in_vain(tmp_path: Path) -> None:
+    """A child that ends just as process 1 begins to listen must not be missed."""
+    task = load_task(write_task(tmp_path / "task"))
+    with open_backend("local", "tests") as backend, ThreadPoolExecutor(4) as pool:
+
+        def cycle(_: int) -> float:
+            with backend.start(task) as sandbox:
+                begun = time.monotonic()
+                for _ in range(250):
+                    sandbox.freeze()
+                    sandbox.thaw()
+                assert sandbox.run("echo alive").output == "alive\n"
+                return time.monotonic() - begun
+
+        assert max(pool.map(cycle, range(4))) < 55  # one missed end would cost 60 s
