@@ -130,7 +130,7 @@ class Rpr:
     """Of rpr1."""
     actor_lr_later: float = 1e-4
     """Of rpr2 and later: five times lower, as published."""
-    critic_lr: float = 3e-3
+    critic_lr: float = 1e-3
     gamma: float = 0.99
     """Discount across a turn boundary."""
     lam: float = 0.95
@@ -216,7 +216,7 @@ def smoke() -> Config:
         rollout=Rollout(slots=32, max_turns=5, max_turn_tokens=20, max_length=256),
         evaluate=Evaluate(tasks=6),
         rsr=Rsr(tasks=8, executions=1),
-        rpr=Rpr(warmup_batch=8, calibration_steps=4, steps=(4, 2), attempts=32),
+        rpr=Rpr(warmup_batch=8, calibration_steps=4, steps=(4, 2), attempts=32, critic_lr=3e-3),
     )
 
 
