@@ -38,8 +38,8 @@ REVISIONS = 1
 BALANCE = 2.0
 # Said in the funnel where runbooks do not help.
 LOST_READING = (
-    "success with the runbook is not above success without: since it was last trained to read one, the policy has"
-    " been trained on prompts without, and has come to do better than the page tells it"
+    "success with the runbook is not above success without; a likely cause: since the base transcripts no stage has"
+    " trained on prompts that carry one"
 )
 
 
