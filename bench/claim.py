@@ -58,8 +58,9 @@ def main() -> None:
         }
         for of in zip(*records, strict=True)
     ]
-    title = f"mean of seeds {', '.join(map(str, arguments.seeds))}, {arguments.tasks} published tasks a suite"
-    Console(soft_wrap=True).print(stage_table(table, title))
+    label = "seed" if len(arguments.seeds) == 1 else "mean of seeds"
+    title = f"{label} {', '.join(map(str, arguments.seeds))}, {arguments.tasks} published tasks a suite"
+    Console(width=None if sys.stdout.isatty() else 160).print(stage_table(table, title))
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "claim.md").write_text(table_text(table), encoding="utf-8")
     write_plot(table, RESULTS / "claim.svg", title)

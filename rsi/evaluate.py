@@ -7,6 +7,7 @@ task set, which no decision about the method or its settings may look at.
 import json
 import math
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,9 @@ def main() -> None:
         records = evaluate_published(arguments.run, arguments.tasks)
     except UserError as problem:
         fail(problem)
-    Console(soft_wrap=True).print(stage_table(records, f"{arguments.run.name}: published tasks"))
+    Console(width=None if sys.stdout.isatty() else 160).print(
+        stage_table(records, f"{arguments.run.name}: published tasks")
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ class Log:
     """Writes a run's metrics and messages; `log.txt` holds what the screen showed."""
 
     def __init__(self, folder: Path) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
+        # A log file has no width that a table would have to fit into.
+        self.console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
         self.text = (folder / "log.txt").open("a", encoding="utf-8", buffering=1)
         self.metrics = folder / "metrics.jsonl"
 
