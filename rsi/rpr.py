@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from rsi_kernels import tb_gae
-from rsi_sandbox import SandboxError
+from rsi_sandbox import SandboxError, Task
 from torch import Tensor
 
 from rsi import ppo, rewards
@@ -252,17 +252,19 @@ def family_scales(train: Pool) -> dict[str, float]:
     return rewards.family_scale(checks)
 
 
-def draw(pool: Pool, suites: Sequence[str], count: int, step: int, seed: int) -> list:
+def draw(pool: Pool, suites: Sequence[str], count: int, step: int, seed: int) -> list[Task]:
     """The tasks of one step: equal shares of the suites, each suite in a seeded order, epoch after epoch."""
-    chosen = []
+    chosen: list[Task] = []
     for position, suite in enumerate(suites):
         tasks = pool[suite]
         share = count // len(suites) + (position < count % len(suites))
+        orders: dict[int, list[Task]] = {}
         for index in range(step * share, (step + 1) * share):
             epoch, place = divmod(index, len(tasks))
-            order = list(range(len(tasks)))
-            random.Random(f"{seed} {suite} {epoch}").shuffle(order)
-            chosen.append(tasks[order[place]])
+            if epoch not in orders:
+                orders[epoch] = list(tasks)
+                random.Random(f"{seed} {suite} {epoch}").shuffle(orders[epoch])
+            chosen.append(orders[epoch][place])
     return chosen
 
 
