@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rsi.model import LayerWeights, Transformer, apply_layer, causal_attention, rms_norm, rotary
+from rsi.model import LayerWeights, Mixing, Transformer, apply_layer, causal_attention, rotary
 
 LENGTH_STEP = 32
 """Decoding reads the cache up to the longest active row, rounded up to this."""
@@ -187,9 +187,9 @@ class Sampler:
                     return causal_attention(q, k, v)
                 return _attend_cached(q, keys[rows, :, :, :span], values[rows, :, :span], bias)
 
-            hidden = apply_layer(layer_weights, hidden, cos_sin, self.model.config, attend)
+            hidden = apply_layer(layer_weights, hidden, cos_sin, self.model.config, Mixing(attend))
         hidden = hidden[torch.arange(len(group), device=device), count - 1]
-        return rms_norm(hidden, self.model.model.norm.weight, self.model.config.rms_norm_eps)
+        return self.model.model.final_norm(hidden)
 
     def _decode(
         self,
@@ -256,8 +256,8 @@ class Sampler:
                 keys[rows, :, :, position], values[rows, :, position] = k[:, 0], v[:, 0]
                 return _attend_cached(q, keys[:size, ..., :span], values[:size, :, :span], bias)
 
-            hidden = apply_layer(layer_weights, hidden, cos_sin, model.config, attend)
-        return model.logits(rms_norm(hidden[:, 0], model.model.norm.weight, model.config.rms_norm_eps))
+            hidden = apply_layer(layer_weights, hidden, cos_sin, model.config, Mixing(attend))
+        return model.logits(model.model.final_norm(hidden[:, 0]))
 
     def _move_to_front(self, active: Sequence[_Slot], size: int, decoded: int = 0) -> list[int]:
         """Exchange rows of the cache so that every active slot lies below `size`.

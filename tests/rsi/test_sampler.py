@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_model import TINY, perturbed
+from tiny_models import TINY, perturbed
 
 from rsi.model import Transformer
 from rsi.sampler import Sampler, draw, uniforms

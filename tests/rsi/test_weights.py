@@ -11,7 +11,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_chat import TOKENIZER
-from test_model import TINY, perturbed
+from tiny_models import TINY, perturbed
 
 from rsi.chat import Chat, Message
 from rsi.model import Critic, Transformer
