@@ -173,7 +173,9 @@ def evaluate_published(run_folder: Path, tasks: int) -> list[dict[str, Any]]:
             )
             for record in records:
                 actor = load_actor(run.path(record["stage"]) / "actor").to(session.device)
-                chat = Chat(load_tokenizer(run.path(record["stage"]) / "actor"))
+                chat = Chat(
+                    load_tokenizer(run.path(record["stage"]) / "actor"), actor.config, run.config.rollout.thinking
+                )
                 with log.progress(f"{record['stage']} published") as report:
                     engine = session.engine(actor, chat, report)
                     attempts = session.attempts(record["stage"], "published")
