@@ -72,32 +72,39 @@ def examples(
     return records
 
 
-def optimizers(model: Transformer, muon_lr: float, adamw_lr: float) -> list[torch.optim.Optimizer]:
+def optimizers(model: Transformer, settings: Settings) -> list[torch.optim.Optimizer]:
     """Muon for the block matrices, AdamW for embeddings, norms and head."""
     layers = nn.ModuleList(model.model.layers)
     matrices = [parameter for parameter in layers.parameters() if parameter.ndim == 2]
     chosen = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
     return [
-        torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=settings.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
 def pretrain(
-    model: Transformer, tokenizer: Tokenizer, settings: Settings, seed: int, limit: int | None = None
+    model: Transformer,
+    chosen: list[torch.optim.Optimizer],
+    tokenizer: Tokenizer,
+    settings: Settings,
+    seed: int,
+    limit: int | None = None,
+    start: int = 0,
 ) -> Iterator[tuple[int, float]]:
     """Train `model` in place; yields (steps done, loss in nats an action token) after each step.
 
-    `limit` restricts the transcripts to the first families of every suite.
+    `chosen` are its `optimizers`. `limit` restricts the transcripts to the first families of every suite.
+    `start` steps have been done before, with this model and these optimizers.
     """
     chat = Chat(tokenizer)
     device = next(model.parameters()).device
-    with torch.no_grad():
-        model.model.embed_tokens.weight *= EMBEDDING_STD / model.model.embed_tokens.weight.std()
-    chosen = optimizers(model, settings.muon_lr, settings.adamw_lr)
-    rates = [optimizer.param_groups[0]["lr"] for optimizer in chosen]
-    for step in range(settings.steps):
+    if start == 0:
+        with torch.no_grad():
+            model.model.embed_tokens.weight *= EMBEDDING_STD / model.model.embed_tokens.weight.std()
+    rates = (settings.muon_lr, settings.adamw_lr)
+    for step in range(start, settings.steps):
         left = (settings.steps - step) / settings.steps
         share = min((step + 1) / WARMUP, max(LAST_RATE, left / DECAY_SHARE), 1.0)
         for optimizer, rate in zip(chosen, rates, strict=True):

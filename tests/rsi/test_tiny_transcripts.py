@@ -14,7 +14,7 @@ from rsi.chat import Chat
 from rsi.config import Pretrain
 from rsi.model import ModelConfig, Transformer
 from rsi.runbook import SECTIONS
-from rsi.tiny import build_tokenizer, pretrain
+from rsi.tiny import build_tokenizer, optimizers, pretrain
 from rsi.tiny.habits import REDO_RIGHT, RIGHT, SLIP
 from rsi.tiny.pretrain import encode, examples
 from rsi.tiny.shell import Unsupported, World
@@ -215,7 +215,7 @@ def test_pretraining_learns_and_is_reproducible(tokenizer):
         )  # fmt: skip
         model = Transformer(config)
         plan = Pretrain(steps=16, batch=4)
-        losses = [loss for _, loss in pretrain(model, tokenizer, plan, 0)]
+        losses = [loss for _, loss in pretrain(model, optimizers(model, plan), tokenizer, plan, 0)]
         return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
     losses, weights = run()
