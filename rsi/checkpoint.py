@@ -2,6 +2,7 @@
 
 A stage is written into `stages/<n>-<name>.partial` and renamed when everything in it is on disk, so a
 stage folder without that suffix is whole. `stages.json` only repeats the folders' own `stage.json`.
+While a stage is under way its `Progress` saves positions from which a killed run goes on.
 """
 
 import dataclasses
@@ -11,15 +12,26 @@ import os
 import platform
 import shutil
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from rsi import __version__
 from rsi.config import Config, UserError, differences, from_record, to_record
 from rsi.stages import Stage, schedule
 
 PARTIAL = ".partial"
+KEEP = 2  # saved positions of a stage under way
+
+Parts = Mapping[str, tuple[nn.Module, Sequence[torch.optim.Optimizer]]]
+"""What a position saves: a name, a network, and the optimizers of its parameters."""
 
 
 @dataclass
@@ -45,19 +57,35 @@ class Run:
         return record
 
     def begin(self, stage: Stage) -> Path:
-        """A fresh folder to write the stage into; what a killed try left of it is removed."""
+        """The folder to write the stage into: fresh, or at the last position that a killed try saved.
+
+        What the try wrote after that position (attempts, metrics) is cut off: it is done again, once.
+        """
         final = self.path(stage.name)
         partial = final.with_name(final.name + PARTIAL)
-        for leftover in (partial, self.folder / "trajectories" / stage.name):
-            shutil.rmtree(leftover, ignore_errors=True)
-        (self.folder / "runbooks" / f"{stage.name}.jsonl").unlink(missing_ok=True)
-        metrics = self.folder / "metrics.jsonl"
-        if metrics.exists():
-            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n") and json.loads(line)["stage"] != stage.name]
-            write_atomically(metrics, "".join(whole))
-        partial.mkdir(parents=True)
+        saved = read_progress(partial)
+        files = self.appended(stage.name)
+        if saved is None or any(files.get(name, -1) < size for name, size in saved["files"].items()):
+            shutil.rmtree(partial, ignore_errors=True)
+            saved = {"files": {}}
+            metrics = self.folder / "metrics.jsonl"
+            if metrics.exists():
+                lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+                whole = [line for line in lines if line.endswith("\n") and json.loads(line)["stage"] != stage.name]
+                saved["files"]["metrics.jsonl"] = sum(len(line.encode()) for line in whole)
+        for name in files:
+            if name in saved["files"]:
+                os.truncate(self.folder / name, saved["files"][name])
+            else:
+                (self.folder / name).unlink()
+        partial.mkdir(parents=True, exist_ok=True)
         return partial
+
+    def appended(self, stage: str) -> dict[str, int]:
+        """The size in bytes of every file that the stage appends to, by its path in the run folder."""
+        paths = [self.folder / "metrics.jsonl", self.folder / "runbooks" / f"{stage}.jsonl"]
+        paths += sorted((self.folder / "trajectories" / stage).glob("*.jsonl"))
+        return {str(path.relative_to(self.folder)): path.stat().st_size for path in paths if path.exists()}
 
     def finish(self, stage: Stage, record: dict[str, Any]) -> None:
         """Make the stage count: its record, a flush to disk, the rename, then `stages.json`."""
@@ -74,6 +102,90 @@ class Run:
         records = [self.record(stage.name) for stage in schedule(self.config) if stage.name in done]
         write_atomically(self.folder / "stages.json", json.dumps(records, indent=1) + "\n")
         return records
+
+
+@dataclass
+class Progress:
+    """The positions that a stage under way saves; with them a killed run ends as if it had not been.
+
+    `state/<position>/` in the stage's folder holds networks and optimizers (torch's distributed checkpoint:
+    it is written while training goes on, and read by another number of processes too). `state/progress.json`
+    is written last, when the tensors are on disk: the position, what the caller noted, and how long every
+    appended file was. Nothing draws from a global random generator, so no generator's state is saved.
+    """
+
+    run: Run
+    stage: str
+    folder: Path
+    notes: dict[str, Any] = field(default_factory=dict)
+    writing: Future[Any] | None = None
+    record: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, run: Run, stage: str, folder: Path) -> "Progress":
+        """The progress of the stage that is written into `folder` (from `Run.begin`)."""
+        saved = read_progress(folder)
+        return cls(run, stage, folder / "state", saved["notes"] if saved else {})
+
+    def load(self, parts: Parts) -> int:
+        """Bring the networks and optimizers to the saved position and return it; 0 where there is none."""
+        saved = read_progress(self.folder.parent)
+        if saved is None or not saved["position"]:
+            return 0
+        state = state_of(parts)
+        dcp.load(state, checkpoint_id=self.folder / f"{saved['position']:06d}")
+        for name, (model, optimizers) in parts.items():
+            found = state[name]
+            set_state_dict(model, optimizers, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        position: int = saved["position"]
+        return position
+
+    def save(self, position: int, parts: Parts | None = None) -> None:
+        """Save this position (`parts` None: the files alone); it counts from the next `save` or `flush` on."""
+        self.flush()
+        self.record = {"position": position, "notes": dict(self.notes), "files": self.run.appended(self.stage)}
+        if parts is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            target = self.folder / f"{position:06d}"
+            shutil.rmtree(target, ignore_errors=True)
+            writing = dcp.async_save(state_of(parts), checkpoint_id=target)
+            assert isinstance(writing, Future)
+            self.writing = writing
+
+    def flush(self) -> None:
+        """Wait until the last save is on disk and make it count."""
+        if self.record is None:
+            return
+        if self.writing is not None:
+            self.writing.result()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / "progress.json", json.dumps(self.record) + "\n")
+        for old in sorted(path for path in self.folder.iterdir() if path.is_dir())[:-KEEP]:
+            shutil.rmtree(old)
+        self.writing = self.record = None
+
+    def close(self) -> None:
+        """The stage is done: nothing of it needs to be gone on with."""
+        self.flush()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def read_progress(folder: Path) -> dict[str, Any] | None:
+    """What the last valid position of the stage in `folder` says; None where there is none."""
+    path = folder / "state" / "progress.json"
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def state_of(parts: Parts) -> dict[str, Any]:
+    """Networks and optimizers as one nested dict, under names that do not depend on how they are spread."""
+    state = {}
+    for name, (model, optimizers) in parts.items():
+        weights, moments = get_state_dict(model, optimizers)
+        state[name] = {"model": weights, "optimizer": moments}
+    return state
 
 
 def open_run(config: Config) -> Run:

@@ -140,8 +140,9 @@ class Rpr:
     value_clip: float = 0.2
     dual_clip: float | None = None
     """Bound (> 1) on the loss of a negative advantage; none: no bound."""
-    kl_coefficient: float = 0.0
-    """Of a KL penalty to the stage's first actor."""
+    kl_coefficient: float = 0.1
+    """Of a KL penalty to the stage's first actor; 0: none. Without it the noise of many short tasks undoes what
+    the long ones need: copying a name right ten times in a row."""
     entropy_coefficient: float = 0.0
     importance_cap: float | None = None
     """Cap of token-level importance weights trainer/sampler; none: no weights."""
@@ -185,6 +186,8 @@ class Config:
     """CPU threads of the trainer."""
     micro_batch_tokens: int = 2048
     """Padded tokens of one forward and backward pass."""
+    save_every: int = 5
+    """Training steps between two saved positions; a killed run goes on from the last one."""
     dry_run: bool = False
     """Print the plan and stop."""
     model: ModelShape = field(default_factory=ModelShape)
@@ -223,7 +226,7 @@ def smoke() -> Config:
 PRESETS: dict[str, Callable[[], Config]] = {"tiny": tiny, "smoke": smoke}
 
 # What may differ between two invocations on one run folder: where to stop, not what is computed.
-FREE = ("stage", "dry_run", "runs", "name")
+FREE = ("stage", "dry_run", "runs", "name", "save_every")
 
 
 def parse(arguments: Sequence[str], program: str = "rsi.train") -> Config:

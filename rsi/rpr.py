@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from rsi_kernels import tb_gae
@@ -74,18 +75,39 @@ def refine(session: Session, stage: Stage, actor: Transformer, critic: Critic | 
         copy.deepcopy(actor).requires_grad_(False) if settings.kl_coefficient else None,
     )
     loop = Loop(session, stage, learner, chat)
-    if stage.critic == "create":
-        batch = min(settings.warmup_batch, len(session.train["swr"]))
-        steps = math.ceil(len(session.train["swr"]) / batch)
-        for number in range(steps):
-            loop.step("warmup", number, steps, ("swr",), batch)
-    for number in range(settings.calibration_steps):
-        rival = fresh if stage.critic == "inherit" and number == 0 else None
-        loop.step("calibration", number, settings.calibration_steps, SUITES, settings.attempts, rival=rival)
-    steps = settings.steps[min(stage.round, len(settings.steps)) - 1]
-    for number in range(steps):
-        loop.step("joint", number, steps, SUITES, settings.attempts, train_actor=True)
+    steps = plan_stage(settings, stage, len(session.train["swr"]))
+    parts = {"actor": (actor, [learner.actor_optimizer]), "critic": (critic, [learner.critic_optimizer])}
+    assert session.progress is not None
+    start = session.progress.load(parts)
+    for position, step in enumerate(steps[start:], start):
+        rival = fresh if stage.critic == "inherit" and (step.phase, step.number) == ("calibration", 0) else None
+        loop.step(step, rival)
+        session.finished(position + 1, len(steps), parts)
     return critic
+
+
+class Step(NamedTuple):
+    """One step: `number` counts from 0 to `of` within its phase; only in "joint" the actor moves."""
+
+    phase: Literal["warmup", "calibration", "joint"]
+    number: int
+    of: int
+    suites: tuple[str, ...]
+    attempts: int
+
+
+def plan_stage(settings: Rpr, stage: Stage, warmup_tasks: int) -> list[Step]:
+    """The stage's steps in order: warm-up where the critic is new (one epoch), calibration, joint."""
+    steps = []
+    if stage.critic == "create":
+        batch = min(settings.warmup_batch, warmup_tasks)
+        of = math.ceil(warmup_tasks / batch)
+        steps += [Step("warmup", number, of, ("swr",), batch) for number in range(of)]
+    of = settings.calibration_steps
+    steps += [Step("calibration", number, of, SUITES, settings.attempts) for number in range(of)]
+    of = settings.steps[min(stage.round, len(settings.steps)) - 1]
+    steps += [Step("joint", number, of, SUITES, settings.attempts) for number in range(of)]
+    return steps
 
 
 class Loop:
@@ -96,21 +118,19 @@ class Loop:
         self.settings = session.config.rpr
         self.harness = get_harness(TARGET, session.config.rollout.prompt_style)
         self.scale = family_scales(session.train)
-        self.first_turns = 0.0
-        self.engine = session.engine(learner.actor, chat, lambda done, of: None)
 
-    def step(
-        self, phase: str, number: int, of: int, suites: Sequence[str], attempts: int,
-        train_actor: bool = False, rival: Critic | None = None,
-    ) -> None:  # fmt: skip
-        """Collect `attempts`, judge, update. `rival` is another critic to score on the same batch."""
+    def step(self, step: Step, rival: Critic | None = None) -> None:
+        """Collect attempts, judge, update. `rival` is another critic to score on the same batch."""
+        phase, number, of, suites, attempts = step
+        train_actor = phase == "joint"
         begun = time.monotonic()
         seed = self.session.seed(self.stage.name, phase, number)
         tasks = draw(self.session.train, suites, attempts, number, self.session.seed(self.stage.name, phase))
         jobs = [Job(task, self.session.seed(seed, position)) for position, task in enumerate(tasks)]
         with self.session.log.progress(f"{self.stage.name} {phase} {number + 1}") as report:
-            self.engine.report = report
-            records = collect(jobs, self.harness, self.engine, self.session.attempts(self.stage.name, phase))
+            # A sampler of its own: what a step draws does not depend on which steps this process made before.
+            engine = self.session.engine(self.learner.actor, self.chat, report)
+            records = collect(jobs, self.harness, engine, self.session.attempts(self.stage.name, phase))
         collected = time.monotonic()
         metrics = rollout_metrics(records)
         usable = [record for record in records if record.end != "infra_error"]
@@ -233,14 +253,15 @@ class Loop:
 
     def watch_turns(self, number: int, turns: float) -> None:
         """Say so, once, when attempts grow much longer than they were."""
+        assert self.session.progress is not None
+        notes = self.session.progress.notes
         if number == 0:
-            self.first_turns = turns
-        elif self.first_turns and turns > TURN_GROWTH * self.first_turns:
+            notes["first_turns"] = turns
+        elif turns > TURN_GROWTH * notes.get("first_turns", math.inf):
             self.session.log.say(
-                f"warning: attempts grew from {self.first_turns:.1f} to {turns:.1f} turns in {self.stage.name}:"
-                " length may be what the reward pays for"
+                f"warning: attempts grew from {notes.pop('first_turns'):.1f} to {turns:.1f} turns in"
+                f" {self.stage.name}: length may be what the reward pays for"
             )
-            self.first_turns = 0.0
 
 
 def family_scales(train: Pool) -> dict[str, float]:

@@ -26,7 +26,7 @@ from rsi.evaluate import TARGET
 from rsi.harness import get_harness
 from rsi.leakage import screen
 from rsi.model import Transformer
-from rsi.rollout import Job, collect
+from rsi.rollout import Job
 from rsi.runbook import CommandPlanner, PublicReviewer, write_runbook
 from rsi.session import Session
 from rsi.stages import Stage
@@ -106,7 +106,7 @@ def discover(
         ]
         with session.log.progress(f"{stage.name} discovery, {name}") as report:
             engine = session.engine(actor, chat, report)
-            records = collect(jobs, harness, engine, session.attempts(stage.name, f"discovery-{name}"))
+            records = session.collect_once(stage.name, f"discovery-{name}", jobs, harness, engine)
         attempts += len(records)
         asks += sum(record.asks for record in records)
         successes[name] = [(job.task, record) for job, record in zip(jobs, records, strict=True) if record.strict]
@@ -165,9 +165,9 @@ def execute(
     ]
     with session.log.progress(f"{stage.name} re-execution") as report:
         engine = session.engine(actor, chat, report)
-        records = collect(jobs, harness, engine, session.attempts(stage.name, "executions"))
+        records = session.collect_once(stage.name, "executions", jobs, harness, engine)
         bare = [dataclasses.replace(job, runbook=None) for job in jobs]
-        without = collect(bare, harness, engine, session.attempts(stage.name, "executions-without"))
+        without = session.collect_once(stage.name, "executions-without", bare, harness, engine)
     count = max(len(jobs), 1)
     funnel |= {
         "executed": len(jobs),
@@ -261,7 +261,10 @@ def train(session: Session, stage: Stage, actor: Transformer, chat: Chat, exampl
         return
     optimizer = torch.optim.AdamW(actor.parameters(), settings.lr, weight_decay=0.0)
     batches = batch_order(len(examples), settings.batch, settings.epochs, session.seed(stage.name, "train"))
-    for number, chosen in enumerate(batches):
+    parts = {"actor": (actor, [optimizer])}
+    assert session.progress is not None
+    start = session.progress.load(parts)
+    for number, chosen in enumerate(batches[start:], start):
         optimizer.param_groups[0]["lr"] = settings.lr * (1 - number / len(batches))
         lengths = [len(examples[index].ids) for index in chosen]
         tokens = count_actions(examples, chosen)
@@ -277,6 +280,7 @@ def train(session: Session, stage: Stage, actor: Transformer, chat: Chat, exampl
         optimizer.step()
         metrics = ppo.average_metrics(sums, tokens) | {"actor/grad_norm": float(norm)}
         session.log.step(stage.name, "train", number + 1, len(batches), metrics)
+        session.finished(number + 1, len(batches), parts)
 
 
 def batch_order(count: int, batch: int, epochs: int, seed: int) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,20 +10,29 @@ import torch
 from rsi_sandbox import Backend, Task, load_task
 
 from rsi.chat import Chat
-from rsi.checkpoint import Run
+from rsi.checkpoint import Parts, Progress, Run
 from rsi.config import SUITES, Config, UserError
+from rsi.harness import Harness
 from rsi.metrics import Log
 from rsi.model import Transformer
-from rsi.rollout import Engine
+from rsi.rollout import Engine, Job, collect
 from rsi.sampler import Sampler
 from rsi.tiny import Split, generate, write_task
+from rsi.trajectory import Trajectory, read
 
 Pool = dict[str, list[Task]]  # suite -> tasks
 
 
+class Interrupted(Exception):
+    """The user asked the run to stop, and what it did so far is saved."""
+
+
 @dataclass
 class Session:
-    """`train` and `evaluation` map a suite to its tasks."""
+    """`train` and `evaluation` map a suite to its tasks; `progress` is that of the stage under way.
+
+    `stopping` is set when the user asks for a stop: the step under way is finished and saved.
+    """
 
     run: Run
     log: Log
@@ -31,6 +40,8 @@ class Session:
     device: torch.device
     train: Pool
     evaluation: Pool
+    progress: Progress | None = None
+    stopping: bool = False
 
     @property
     def config(self) -> Config:
@@ -45,6 +56,38 @@ class Session:
     def seed(self, *parts: object) -> int:
         """A 63-bit seed that depends on the run's seed and `parts` alone."""
         return seed_of(self.config.seed, *parts)
+
+    def finished(self, position: int, of: int, parts: Parts) -> None:
+        """A training step is done: save it where it is time to.
+
+        Raises:
+            Interrupted: where the user asked for a stop.
+        """
+        assert self.progress is not None
+        if position % self.config.save_every == 0 or position == of or self.stopping:
+            self.progress.save(position, parts)
+        self.stop_if_asked()
+
+    def stop_if_asked(self) -> None:
+        """Raises Interrupted, everything saved, where the user asked for a stop."""
+        if self.stopping:
+            assert self.progress is not None
+            self.progress.flush()
+            raise Interrupted
+
+    def collect_once(
+        self, stage: str, name: str, jobs: Sequence[Job], harness: Harness, engine: Engine
+    ) -> list[Trajectory]:
+        """Attempt every job, into the stage's file `name`; a file that a killed run had finished is read."""
+        assert self.progress is not None
+        path = self.attempts(stage, name)
+        if path.exists():
+            found = {record.seed: record for record in read(path)}
+            return [found[job.seed] for job in jobs]
+        records = collect(jobs, harness, engine, path)
+        self.progress.save(0)
+        self.stop_if_asked()
+        return records
 
     def attempts(self, stage: str, name: str) -> Path:
         """The JSONL file for attempts of one kind in one stage."""

@@ -1,11 +1,12 @@
 """Entry: `torchrun --standalone --nproc-per-node 1 -m rsi.train --stage all`.
 
 Runs the stages that are missing up to `--stage`, each from the weights of the one before, and ends with
-the stage table. The same command goes on where a killed run stopped: after its last finished stage.
+the stage table. The same command goes on where a killed run stopped: from the last step that it saved.
 """
 
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:  # torch takes seconds to import; a wrong option is answered b
 
     from rsi.model import Transformer
     from rsi.session import Session
+
+PRETRAIN_UNIT = 20  # pretraining steps that are logged, and saved, as one
 
 
 def main() -> None:
@@ -37,7 +40,7 @@ def main() -> None:
     except UserError as problem:
         fail(problem)
     except KeyboardInterrupt:
-        print("rsi: interrupted; the same command goes on after the last finished stage", file=sys.stderr)
+        print("rsi: stopped; the same command goes on from the last saved step", file=sys.stderr)
         raise SystemExit(130) from None
 
 
@@ -46,15 +49,17 @@ def run(config: Config) -> None:
     import torch
     from rsi_sandbox import SandboxError, TaskError, open_backend
 
+    from rsi import distributed
     from rsi.checkpoint import open_run
     from rsi.metrics import Log
     from rsi.model import keep_freed_memory
     from rsi.report import stage_table, table_text, write_plot
-    from rsi.session import Session, check_backend, prepare_tasks
+    from rsi.session import Interrupted, Session, check_backend, prepare_tasks
     from rsi.weights import WeightsError
 
     torch.set_num_threads(config.threads)
     keep_freed_memory()
+    distributed.start()
     run_folder = open_run(config)
     log = Log(run_folder.folder)
     try:
@@ -67,6 +72,7 @@ def run(config: Config) -> None:
                 log.say(f"sandboxes: {backend.kind} ({backend.reason})")
                 check_backend(backend, train, evaluation)
                 session = Session(run_folder, log, backend, device, train, evaluation)
+                signal.signal(signal.SIGINT, lambda *_: ask_to_stop(session))
                 for stage in stages:
                     run_stage(session, stage)
         records = run_folder.write_stages()
@@ -75,18 +81,30 @@ def run(config: Config) -> None:
         log.text.write(table_text(records))
         write_plot(records, run_folder.folder / "stages.svg", title)
         log.say(f"plot: {run_folder.folder / 'stages.svg'}")
+    except Interrupted:
+        log.say("stopped as asked, everything is saved; the same command goes on from here")
     except (TaskError, WeightsError) as problem:
         raise UserError(str(problem)) from problem
-    except SandboxError as problem:
-        log.say(f"rsi: error: {problem}")
+    except (SandboxError, OSError) as problem:
+        log.say(f"rsi: error: {problem}; the same command goes on from the last saved step")
         raise SystemExit(1) from problem
     finally:
         log.close()
+        distributed.stop()
+
+
+def ask_to_stop(session: "Session") -> None:
+    """The first Ctrl-C finishes the step under way and saves it, the second stops at once."""
+    if session.stopping:
+        raise KeyboardInterrupt
+    session.stopping = True
+    session.log.say("stopping: the step under way is finished and saved; Ctrl-C once more stops now")
 
 
 def run_stage(session: "Session", stage: Stage) -> None:
     """One stage: weights in, work, weights out, evaluation, record."""
     from rsi.chat import Chat
+    from rsi.checkpoint import Progress
     from rsi.evaluate import evaluate
     from rsi.rpr import refine
     from rsi.rsr import rewrite
@@ -95,6 +113,8 @@ def run_stage(session: "Session", stage: Stage) -> None:
     begun = time.monotonic()
     run, source = session.run, stage.source
     folder = run.begin(stage)
+    session.progress = Progress.of(run, stage.name, folder)
+    session.stop_if_asked()
     funnel = None
     if stage.kind == "base":
         actor, tokenizer = build_base(session)
@@ -107,7 +127,7 @@ def run_stage(session: "Session", stage: Stage) -> None:
                    if entry.kind == "rsr" and entry.round < stage.round]  # fmt: skip
         funnel = rewrite(session, stage, actor, chat, folder, earlier)
         if stage.critic == "pass":
-            shutil.copytree(run.path(source) / "critic", folder / "critic")
+            shutil.copytree(run.path(source) / "critic", folder / "critic", dirs_exist_ok=True)
     if stage.kind == "rpr":
         inherited = load_critic(run.path(source) / "critic").to(session.device) if stage.critic == "inherit" else None
         critic = refine(session, stage, actor, inherited, chat)
@@ -124,6 +144,7 @@ def run_stage(session: "Session", stage: Stage) -> None:
     }
     if funnel is not None:
         record["funnel"] = funnel
+    session.progress.close()
     run.finish(stage, record)
     rates = "  ".join(f"{suite} {100 * of['strict']:.1f}" for suite, of in evaluation["suites"].items())
     session.log.say(f"{stage.name} done in {record['seconds']:.0f} s  {rates}  mean {100 * evaluation['mean']:.1f} %")
@@ -134,7 +155,7 @@ def build_base(session: "Session") -> tuple["Transformer", "Tokenizer"]:
     import torch
 
     from rsi.model import ModelConfig, Transformer
-    from rsi.tiny import build_tokenizer, pretrain
+    from rsi.tiny import build_tokenizer, optimizers, pretrain
 
     config = session.config
     torch.manual_seed(session.seed("model"))
@@ -154,11 +175,16 @@ def build_base(session: "Session") -> tuple["Transformer", "Tokenizer"]:
     ).to(session.device)
     count = sum(parameter.numel() for parameter in actor.parameters())
     session.log.say(f"base: {count:,} parameters, {tokenizer.get_vocab_size()} tokens")
+    chosen, of = optimizers(actor, config.pretrain), config.pretrain.steps
+    parts = {"actor": (actor, chosen)}
+    assert session.progress is not None
+    start, seed = min(PRETRAIN_UNIT * session.progress.load(parts), of), session.seed("pretrain")
     with session.log.progress("base pretraining") as report:
-        for step, loss in pretrain(actor, tokenizer, config.pretrain, session.seed("pretrain"), config.families):
-            report(step, config.pretrain.steps)
-            if step % 20 == 0 or step == config.pretrain.steps:
-                session.log.step("base", "pretrain", step, config.pretrain.steps, {"actor/sft_loss": loss})
+        for step, loss in pretrain(actor, chosen, tokenizer, config.pretrain, seed, config.families, start):
+            report(step, of)
+            if step % PRETRAIN_UNIT == 0 or step == of:
+                session.log.step("base", "pretrain", step, of, {"actor/sft_loss": loss})
+                session.finished(step // PRETRAIN_UNIT, -(-of // PRETRAIN_UNIT), parts)
     return actor, tokenizer
 
 

@@ -204,8 +204,8 @@ def shelf(rng: random.Random) -> TaskSpec:
 
 
 def _compose(rng: random.Random, habits: tuple[str, ...], plain: tuple[str, ...], length: int) -> list[str]:
-    # One or two points of habit, the rest without.
-    points = rng.choice((1, 1, 1, 2, 2))
+    # One point of habit, now and then two, the rest without.
+    points = rng.choice((1, 1, 1, 2))
     kinds = rng.sample(habits, points) + [rng.choice(plain) for _ in range(length - points)]
     rng.shuffle(kinds)
     return kinds
@@ -235,7 +235,7 @@ def chain(rng: random.Random) -> TaskSpec:
     pool = [draft.word() for _ in range(5)]
     start = draft.file(f"{draft.word()}.txt", "".join(f"{rng.choice(pool)}\n" for _ in range(rng.randint(8, 10))))
     habits = ("reverse", "unique", "flip", "last", "drop", "join")
-    kinds = _compose(rng, habits, ("sort", "first", "match", "copy"), rng.randint(5, 6))
+    kinds = _compose(rng, habits, ("sort", "first", "match", "copy"), rng.randint(4, 6))
     if kinds[-1] == "match" and rng.random() < 0.5:
         kinds[-1] = "count"
     path = start
@@ -251,7 +251,7 @@ def layout(rng: random.Random) -> TaskSpec:
     bystander = draft.text(3)
     habits, plain = ("move", "append", "run", "empty", "clean"), ("copy", "create", "create", "sort")
     path: str | None = None
-    for kind in ["create", *_compose(rng, habits, plain, rng.randint(4, 5))]:
+    for kind in ["create", *_compose(rng, habits, plain, rng.randint(2, 5))]:
         source = path if kind in ("append", "sort") else None
         made = draft.make(kind, source, "" if kind in ("append", "run", "empty", "clean") else f"{place}/")
         path = made if made.startswith(place) else path
@@ -265,7 +265,7 @@ def release(rng: random.Random) -> TaskSpec:
     bystander = draft.text(3)
     habits, plain = ("set", "replace", "prepend", "delete", "reverse", "last"), ("copy", "sort", "first", "create")
     path: str | None = None
-    for kind in _compose(rng, habits, plain, rng.randint(4, 6)):
+    for kind in _compose(rng, habits, plain, rng.randint(3, 6)):
         edits = kind in ("set", "replace", "prepend", "delete")
         source = None if kind in ("set", "replace", "create") or path is None else path
         if source is not None and kind == "copy" and source.startswith(place):

@@ -1,5 +1,6 @@
 """Pretraining of the embedded model on synthetic transcripts: it learns to act, by habit often wrongly."""
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -12,7 +13,7 @@ from rsi.batch import collate, plan_micro_batches
 from rsi.chat import Chat
 from rsi.model import Transformer
 from rsi.ppo import action_logprobs, supervised_loss
-from rsi.tiny.tasks import FAMILIES, draw, families_of
+from rsi.tiny.tasks import draw, families_of
 from rsi.tiny.transcripts import Line, draw_form, messages, transcript
 from rsi.trajectory import Trajectory
 
@@ -20,6 +21,8 @@ MICRO_BATCH_TOKENS = 2048  # padded tokens of one pass: smaller ones pad less
 EMBEDDING_STD = 0.1  # at the usual 0.02 names stay alike for 150 steps and nothing is copied from the instruction
 WARMUP = 10  # steps
 DECAY_SHARE = 0.4  # of the steps, the last ones: copying is learnt at full rate, all at once, at no fixed step
+SHORT = ("core", "hard")
+MIXED = ("long", "core", "hard", "long", "swr")  # long twice: one wrong name in any of its steps fails the task
 LAST_RATE = 0.05  # of the learning rates, at the last step
 
 
@@ -57,52 +60,59 @@ def encode(lines: list[Line], chat: Chat, name: str = "", family: str = "", suit
 
 
 def examples(
-    chat: Chat, seed: int, suites: Sequence[str] = tuple(FAMILIES), limit: int | None = None, habit: float = 1.0
-) -> Iterator[Trajectory]:
-    """Fresh transcripts of training tasks without end; every suite is as frequent, and in it every family."""
-    rng = random.Random(seed)
-    while True:
-        for suite in suites:
-            family = rng.choice(families_of(suite, limit))
-            harness, runbook = draw_form(rng)
-            spec = draw(family, suite, rng, "train")
-            yield encode(transcript(spec, harness, rng, runbook, habit), chat, spec.name, family, suite)
+    chat: Chat, rng: random.Random, count: int, suites: Sequence[str], limit: int | None = None, habit: float = 1.0
+) -> list[Trajectory]:
+    """Fresh transcripts of training tasks: the suites in turn, in each every family as frequent."""
+    records = []
+    for suite in itertools.islice(itertools.cycle(suites), count):
+        family = rng.choice(families_of(suite, limit))
+        harness, runbook = draw_form(rng)
+        spec = draw(family, suite, rng, "train")
+        records.append(encode(transcript(spec, harness, rng, runbook, habit), chat, spec.name, family, suite))
+    return records
 
 
-def optimizers(model: Transformer, muon_lr: float, adamw_lr: float) -> list[torch.optim.Optimizer]:
+def optimizers(model: Transformer, settings: Settings) -> list[torch.optim.Optimizer]:
     """Muon for the block matrices, AdamW for embeddings, norms and head."""
     layers = nn.ModuleList(model.model.layers)
     matrices = [parameter for parameter in layers.parameters() if parameter.ndim == 2]
     chosen = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
     return [
-        torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=settings.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
 def pretrain(
-    model: Transformer, tokenizer: Tokenizer, settings: Settings, seed: int, limit: int | None = None
+    model: Transformer,
+    chosen: list[torch.optim.Optimizer],
+    tokenizer: Tokenizer,
+    settings: Settings,
+    seed: int,
+    limit: int | None = None,
+    start: int = 0,
 ) -> Iterator[tuple[int, float]]:
     """Train `model` in place; yields (steps done, loss in nats an action token) after each step.
 
-    `limit` restricts the transcripts to the first families of every suite.
+    `chosen` are its `optimizers`. `limit` restricts the transcripts to the first families of every suite.
+    `start` steps have been done before, with this model and these optimizers.
     """
     chat = Chat(tokenizer)
     device = next(model.parameters()).device
-    short = examples(chat, seed, ("core", "hard"), limit, settings.habit)
-    source = examples(chat, seed, limit=limit, habit=settings.habit)
-    with torch.no_grad():
-        model.model.embed_tokens.weight *= EMBEDDING_STD / model.model.embed_tokens.weight.std()
-    chosen = optimizers(model, settings.muon_lr, settings.adamw_lr)
-    rates = [optimizer.param_groups[0]["lr"] for optimizer in chosen]
-    for step in range(settings.steps):
+    if start == 0:
+        with torch.no_grad():
+            model.model.embed_tokens.weight *= EMBEDDING_STD / model.model.embed_tokens.weight.std()
+    rates = (settings.muon_lr, settings.adamw_lr)
+    for step in range(start, settings.steps):
         left = (settings.steps - step) / settings.steps
         share = min((step + 1) / WARMUP, max(LAST_RATE, left / DECAY_SHARE), 1.0)
         for optimizer, rate in zip(chosen, rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * share
-        drawn = short if step < settings.short_share * settings.steps else source
-        records = [next(drawn) for _ in range(settings.batch)]
+        suites = SHORT if step < settings.short_share * settings.steps else MIXED
+        # A generator for each step: a resumed run goes on with the transcripts that were next.
+        rng = random.Random(f"{seed} {step}")
+        records = examples(chat, rng, settings.batch, suites, limit, settings.habit)
         tokens = sum(sum(record.action) for record in records)
         total = 0.0
         for group in plan_micro_batches([len(record.ids) for record in records], MICRO_BATCH_TOKENS):

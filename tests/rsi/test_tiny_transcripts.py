@@ -14,7 +14,7 @@ from rsi.chat import Chat
 from rsi.config import Pretrain
 from rsi.model import ModelConfig, Transformer
 from rsi.runbook import SECTIONS
-from rsi.tiny import build_tokenizer, pretrain
+from rsi.tiny import build_tokenizer, optimizers, pretrain
 from rsi.tiny.habits import REDO_RIGHT, RIGHT, SLIP
 from rsi.tiny.pretrain import encode, examples
 from rsi.tiny.shell import Unsupported, World
@@ -186,8 +186,7 @@ def test_the_tokenizer_is_the_same_every_time_and_too_small_a_one_is_refused(tok
 
 
 def test_transcripts_are_short_enough(chat):
-    source = examples(chat, 0)
-    records = [next(source) for _ in range(400)]
+    records = examples(chat, random.Random(0), 400, ("core", "hard", "long", "swr"))
     for suite, limit in (("core", 80), ("hard", 170), ("long", 330), ("swr", 170)):
         lengths = [len(record.ids) for record in records if record.suite == suite]
         assert len(lengths) == 100 and sum(lengths) / len(lengths) <= limit
@@ -216,7 +215,7 @@ def test_pretraining_learns_and_is_reproducible(tokenizer):
         )  # fmt: skip
         model = Transformer(config)
         plan = Pretrain(steps=16, batch=4)
-        losses = [loss for _, loss in pretrain(model, tokenizer, plan, 0)]
+        losses = [loss for _, loss in pretrain(model, optimizers(model, plan), tokenizer, plan, 0)]
         return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
     losses, weights = run()
