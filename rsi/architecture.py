@@ -217,3 +217,21 @@ def _delta_sizes(text: Mapping[str, Any]) -> dict[str, int]:
     if missing:
         raise ValueError(f"{', '.join(missing)} missing from the model's config")
     return {name: text[name] for name in DELTA_SIZES}
+
+
+PUBLISHED = {
+    "Qwen/Qwen3-0.6B": ModelConfig(
+        151936, 1024, 3072, 28, 16, 8, 128, max_position_embeddings=40960, eos_token_id=(151645, 151643)
+    ),
+    "Qwen/Qwen3-8B": ModelConfig(
+        151936, 4096, 12288, 36, 32, 8, 128,
+        tie_word_embeddings=False, max_position_embeddings=40960, eos_token_id=(151645, 151643),
+    ),
+    "Qwen/Qwen3.8-27B": ModelConfig(
+        248320, 5120, 17408, 64, 24, 4, 256,
+        rope_theta=1e7, tie_word_embeddings=False, max_position_embeddings=262144, model_type="qwen3_5",
+        eos_token_id=(248046, 248044), partial_rotary_factor=0.25, layer_types=(LINEAR, LINEAR, LINEAR, FULL) * 16,
+        linear_num_key_heads=16, linear_num_value_heads=48, linear_key_head_dim=128, linear_value_head_dim=128,
+    ),
+}  # fmt: skip
+"""Checkpoints of the presets, by their name on the hub, so that a plan needs no download."""
