@@ -29,8 +29,8 @@ from rsi.model import Transformer, keep_freed_memory
 Documents = list[torch.Tensor]
 CASES = {
     # name: sizes, documents, shortest and longest document, tokens of a micro-batch
-    "mixed lengths": (ModelConfig(1024, 256, 768, 4, 8, 4, 32), 48, 32, 768, 2048),
-    "vocabulary of 152k": (ModelConfig(151936, 128, 384, 2, 4, 2, 32), 8, 64, 256, 1024),
+    "mixed lengths": (ModelConfig(1024, 256, 768, 4, 8, 4, 32), 32, 32, 768, 2048),
+    "vocabulary of 152k": (ModelConfig(151936, 128, 384, 2, 4, 2, 32), 6, 64, 256, 1024),
 }
 
 
