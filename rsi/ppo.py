@@ -243,12 +243,13 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor | None = No
     return float(1.0 - (returns - values).var(correction=0) / spread)
 
 
-def whiten(advantage_N: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """Zero mean and unit variance over the action tokens given (all of a step's, on every rank)."""
-    if advantage_N.numel() == 0:
+def whiten(advantage_N: Tensor, everywhere_M: Tensor | None = None, epsilon: float = 1e-8) -> Tensor:
+    """Zero mean and unit variance over `everywhere_M`: all action tokens of a step, on every rank (None: these)."""
+    wide_M = (advantage_N if everywhere_M is None else everywhere_M).double()
+    if wide_M.numel() == 0:
         return advantage_N
-    wide_N = advantage_N.double()
-    return ((wide_N - wide_N.mean()) / (wide_N.var(correction=0) + epsilon).sqrt()).to(advantage_N.dtype)
+    mean, deviation = wide_M.mean(), (wide_M.var(correction=0) + epsilon).sqrt()
+    return ((advantage_N.double() - float(mean)) / float(deviation)).to(advantage_N.dtype)
 
 
 def _masked(value: Tensor, mask: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rsi import ppo
-from rsi.batch import MicroBatch, collate, count_actions, dummy_micro_batch, plan_micro_batches
+from rsi.batch import MicroBatch, collate, count_actions, plan_micro_batches
 from rsi.model import Critic, ModelConfig, Transformer
 from rsi.trajectory import Trajectory
 
@@ -77,7 +77,7 @@ def step_gradients(model: torch.nn.Module, loss: Loss, plan: Sequence[Sequence[i
     normaliser = count_actions(records, [index for group in plan for index in group])
     model.zero_grad()
     sums, total = [], 0.0
-    batches = [collate(records, group, 0) for group in plan] + [dummy_micro_batch(0)] * dummies
+    batches = [collate(records, group, 0) for group in plan] + [collate([], [], 0)] * dummies
     for batch in batches:
         value, metrics = loss(batch, normaliser)
         assert value.requires_grad and value.isfinite()
@@ -137,7 +137,7 @@ def test_one_normaliser_any_split_gives_the_same_step(build, loss, plan):
 @pytest.mark.parametrize(("build", "loss"), [(actor, policy), (critic, value), (actor, supervised)])
 def test_a_micro_batch_without_actions_is_zero_and_in_the_graph(build, loss):
     model = build()
-    for batch in (dummy_micro_batch(0), collate(trajectories(), [3, 7], 0)):
+    for batch in (collate([], [], 0), collate(trajectories(), [3, 7], 0)):
         model.zero_grad()
         total, metrics = loss(model)(batch, 0)
         assert float(total.detach()) == 0.0 and all(float(metric) == 0.0 for metric in metrics.values())
