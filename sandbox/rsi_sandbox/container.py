@@ -64,9 +64,10 @@ exit $(((memory > $1) + 2 * (n > $2)))
 class DockerSandbox:
     """One container. Used by one thread at a time."""
 
-    def __init__(self, backend: "DockerBackend", name: str):
+    def __init__(self, backend: "DockerBackend", name: str, user: str):
         self._backend = backend
         self._name = name
+        self._user = user  # no other's processes may be looked into, not even by root
         self._closed = False
         self._shell: shell.Shell | None = None
         self._pending = b""
@@ -163,7 +164,9 @@ class DockerSandbox:
         api = self._backend.client.api
         variables = {**self._backend.variables(self._name), "TERM": "xterm-256color", "LINES": "", "COLUMNS": ""}
         with self._backend.execs:
-            execution = self._api("exec_create", ["/bin/bash", "-l"], tty=True, stdin=True, environment=variables)["Id"]
+            execution = self._api(
+                "exec_create", ["/bin/bash", "-l"], tty=True, stdin=True, environment=variables, user=self._user
+            )["Id"]
             try:
                 raw = api.exec_start(execution, tty=True, socket=True)
                 api.exec_resize(execution, rows, columns)
@@ -256,10 +259,10 @@ class DockerSandbox:
             raise SandboxError(f"docker {method} failed: {error}") from None
 
     def _script(self, text: str, *arguments: str) -> int:
-        """Exit status of a bash script run as the container's root."""
+        """Exit status of a bash script run beside the agent's processes, as their user."""
         command = ["/bin/bash", "--noprofile", "--norc", "-c", text, "bash", *arguments]
         with self._backend.execs:
-            execution = self._api("exec_create", command, user="root")["Id"]
+            execution = self._api("exec_create", command, user=self._user)["Id"]
             try:
                 self._backend.client.api.exec_start(execution)
                 return int(self._backend.client.api.exec_inspect(execution)["ExitCode"])

@@ -31,7 +31,7 @@ class DockerBackend:
 
     kind = "docker"
 
-    def __init__(self, reason: str, run: str, starts: int):
+    def __init__(self, reason: str, run: str, starts: int, reap: bool = True):
         self.reason = reason
         self.run = re.sub(r"[^A-Za-z0-9_.-]", "-", run).strip("-.") or "run"
         self.starts = threading.BoundedSemaphore(starts)
@@ -44,7 +44,8 @@ class DockerBackend:
         self._images: dict[str, str] = {}
         try:
             self.client.ping()
-            self.reap()
+            if reap:
+                self.reap()
         except FAILURES as error:
             raise SandboxError(f"no Docker daemon answers ({error}): start one or use --sandbox local") from None
 
@@ -167,7 +168,7 @@ class DockerBackend:
                     ],
                 )
                 self.client.api.put_archive(name, "/", pack(files))
-                sandbox = DockerSandbox(self, name)
+                sandbox = DockerSandbox(self, name, user or "root")
                 self.client.api.start(name)
                 return sandbox
             except BaseException as error:
@@ -192,6 +193,14 @@ class DockerBackend:
                     image = build_image(self.client, folder, task.build_timeout)
                 self._images[key] = image
             return self._images[key]
+
+    def all(self) -> list[tuple[str, str, str, str]]:
+        """(name, run, process id of the owner, state) of every sandbox on this daemon."""
+        containers = self.client.containers.list(all=True, filters={"label": _LABEL}, ignore_removed=True)
+        return [
+            (found.name, found.labels.get("rsi.run", ""), found.labels[_LABEL].partition(" ")[0], found.status)
+            for found in containers
+        ]
 
     def leftovers(self) -> dict[str, str]:
         """Names of the containers and snapshots whose owning process on this machine is dead, and their runs."""

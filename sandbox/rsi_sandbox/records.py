@@ -54,7 +54,7 @@ class Verdict:
     `reward` is the one named "reward", the mean where several have other names; `rewards` has them all. `strict`:
     every reward >= 1 and every reported check passed. `tampered` names the paths by which an agent could have
     changed its judge (snapshot mode); then nothing was run and the reward is 0. `note` says where reward and
-    report disagree.
+    report disagree, `output` what the tests said: for people, never for the verdict.
     """
 
     reward: float
@@ -64,6 +64,7 @@ class Verdict:
     rewards: dict[str, float] = field(default_factory=dict)
     tampered: tuple[str, ...] = ()
     note: str = ""
+    output: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)

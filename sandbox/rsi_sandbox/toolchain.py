@@ -4,6 +4,7 @@ A read-only volume at /opt/rsi, first on the PATH of docker verifiers alone. Its
 libraries, so that it owes nothing to an image an agent has worked in.
 """
 
+import hashlib
 import io
 import shutil
 import subprocess
@@ -12,15 +13,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .records import SandboxError
+from .archive import pack
+from .records import File, SandboxError
 
-IMAGE, VOLUME, ROOT = "rsi-toolchain:bookworm", "rsi-toolchain-1", "/opt/rsi"
+IMAGE, ROOT = "rsi-toolchain:bookworm", "/opt/rsi"
+REPORT = "/logs/verifier/ctrf.json"
 _LEFT_OUT = ("test", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "__pycache__")
 _LOADERS = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
 
+# No configuration or conftest.py from outside /tests, nothing from the environment; a report that says "ended early"
+# until pytest has ended, for code under test may end the process with status 0.
 _PYTEST = f"""#!/bin/bash
 export PYTHONDONTWRITEBYTECODE=1; unset PYTEST_ADDOPTS PYTEST_PLUGINS LD_PRELOAD LD_LIBRARY_PATH
-exec {ROOT}/lib/loader --library-path {ROOT}/lib {ROOT}/bin/python3.11 -I -m pytest -p rsi_ctrf -p no:cacheprovider "$@"
+settings=/dev/null
+for file in /tests/pytest.ini /tests/tox.ini /tests/setup.cfg; do [[ -f $file ]] && settings=$file && break; done
+echo '{{"results":{{"tests":[{{"name":"pytest ended early","status":"failed"}}]}}}}' 2>/dev/null >{REPORT}
+exec {ROOT}/lib/loader --library-path {ROOT}/lib {ROOT}/bin/python3.11 -I -m pytest -c $settings \\
+  --rootdir /tests --confcutdir /tests -p rsi_ctrf -p no:cacheprovider "$@"
 """
 _UVX = """#!/bin/bash
 while (($#)); do
@@ -63,15 +72,14 @@ _PIP = """#!/bin/bash
 PROGRAMS = {
     "pytest": _PYTEST, "uvx": _UVX, "uv": _UV, "apt-get": _APT, "apt": _APT, "curl": _CURL, "pip": _PIP, "pip3": _PIP,
 }  # fmt: skip
-_PLUGIN = '''"""Writes every test's outcome, by name, as a CTRF report."""
+_PLUGIN = f'''"""Writes every test's outcome, by name, as a CTRF report."""
 import json
 
 def pytest_addoption(parser):
-    parser.addoption("--ctrf", default="/logs/verifier/ctrf.json")
+    parser.addoption("--ctrf", default="{REPORT}")
 
 def pytest_configure(config):
-    config.rsi_outcomes = {}
-    Report.outcomes, Report.path = config.rsi_outcomes, config.getoption("--ctrf")
+    Report.outcomes, Report.paths = {{}}, {{config.getoption("--ctrf"), "{REPORT}"}}
     config.pluginmanager.register(Report())
 
 class Report:
@@ -85,12 +93,13 @@ class Report:
                 self.outcomes[report.nodeid] = report.outcome
 
     def pytest_sessionfinish(self):
-        tests = [{"name": name, "status": status, "duration": 0} for name, status in self.outcomes.items()]
-        try:
-            with open(self.path, "w") as file:
-                json.dump({"results": {"tool": {"name": "pytest"}, "tests": tests}}, file)
-        except OSError as error:
-            print(f"no CTRF report: {error}")
+        tests = [dict(name=name, status=status, duration=0) for name, status in self.outcomes.items()]
+        for path in self.paths:
+            try:
+                with open(path, "w") as file:
+                    json.dump(dict(results=dict(tool=dict(name="pytest"), tests=tests)), file)
+            except OSError as error:
+                print("no CTRF report:", error)
 '''
 
 
@@ -131,21 +140,20 @@ def pack_toolchain(root: Path, archive: Path) -> None:
                 _add_bytes(tar, f"{where}/lib/{path.name}", path.read_bytes(), 0o755)
         loader = libraries / _LOADERS[libraries.name.partition("-")[0]]
         _add_bytes(tar, f"{where}/lib/loader", loader.read_bytes(), 0o755)
-        _add_bytes(tar, f"{where}/lib/python3.11/rsi_ctrf.py", _PLUGIN.encode(), 0o644)
-        for name, text in PROGRAMS.items():
-            _add_bytes(tar, f"{where}/bin/{name}", text.encode(), 0o755)
 
 
 def mount(client: Any) -> dict[str, dict[str, str]]:
     """The toolchain's volume as docker's `volumes`, filled at its first use; empty where no toolchain was made."""
     if not client.images.list(name=IMAGE):
         return {}
-    volumes = {VOLUME: {"bind": ROOT, "mode": "ro"}}
-    if not any(volume.name == VOLUME for volume in client.volumes.list()):
-        # Docker fills a new volume with what the image has at that place.
-        container = client.containers.create(IMAGE, ["true"], volumes={VOLUME: {"bind": ROOT, "mode": "rw"}})
+    name = f"rsi-toolchain-{hashlib.sha256(repr((PROGRAMS, _PLUGIN)).encode()).hexdigest()[:12]}"
+    if not any(volume.name == name for volume in client.volumes.list()):
+        # Docker fills a new volume with what the image has at that place; the programs are this version's.
+        container = client.containers.create(IMAGE, ["true"], volumes={name: {"bind": ROOT, "mode": "rw"}})
+        programs = [File(f"/bin/{program}", text.encode(), 0o755) for program, text in PROGRAMS.items()]
+        container.put_archive(ROOT, pack([*programs, File("/lib/python3.11/rsi_ctrf.py", _PLUGIN.encode())]))
         container.remove()
-    return volumes
+    return {name: {"bind": ROOT, "mode": "ro"}}
 
 
 def _add_bytes(tar: tarfile.TarFile, name: str, data: bytes, mode: int) -> None:

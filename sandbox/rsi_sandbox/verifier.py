@@ -69,7 +69,8 @@ def _verdict(grade: Grade, begun: float) -> Verdict:
     if checks and full != all(checks.values()):
         failed = sorted(name for name, passed in checks.items() if not passed)
         note = f"reward {reward:g}, but " + (f"{', '.join(failed[:5])} failed" if failed else "every check passed")
-    return Verdict(reward, checks, full and all(checks.values()), time.monotonic() - begun, rewards, (), note)
+    strict = full and all(checks.values())
+    return Verdict(reward, checks, strict, time.monotonic() - begun, rewards, (), note, grade.output)
 
 
 def _rewards(grade: Grade) -> dict[str, float]:
