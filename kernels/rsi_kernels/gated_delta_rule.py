@@ -8,7 +8,7 @@ of a chunk.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 CHUNK = 64
 Rule = Callable[..., tuple[Tensor, Tensor]]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # query, key, value, gate, beta
 
 
 def gated_delta_rule(
@@ -65,9 +66,8 @@ def gated_delta_rule(
         raise ValueError(f"impl must be auto, torch or fla, got {impl!r}")
     wide = torch.promote_types(torch.promote_types(query.dtype, value.dtype), torch.float32)
     group = value.shape[2] // key.shape[2]
-    inputs = [x.repeat_interleave(group, 2) if group > 1 else x for x in (query, key)] + [value, gate, beta]
-    inputs = [x.to(wide) for x in inputs]
-    inputs[0] = inputs[0] * query.shape[-1] ** -0.5
+    query, key = (x.to(wide).repeat_interleave(group, 2) if group > 1 else x.to(wide) for x in (query, key))
+    inputs = query * query.shape[-1] ** -0.5, key, value.to(wide), gate.to(wide), beta.to(wide)
     if initial_state is None:
         state = value.new_zeros(sequences, value.shape[2], key.shape[3], value.shape[3], dtype=wide)
     else:
@@ -137,17 +137,18 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
     return x.unflatten(2, (-1, chunk))
 
 
-def _packed(inputs: list[Tensor], state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def _packed(inputs: Inputs, state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """One row a sequence, padded with tokens that write nothing, and back; chunks of all sequences run together."""
     lengths = cu_seqlens.diff()
     sequence_T = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
     column_T = torch.arange(sequence_T.numel(), device=lengths.device) - cu_seqlens[:-1][sequence_T]
     rows, width = lengths.numel(), int(lengths.max()) if lengths.numel() else 0
-    padded = []
-    for x in inputs:
-        row = x.new_zeros(rows, width, *x.shape[2:])
-        padded.append(row.index_put((sequence_T, column_T), x[0]))
-    out, state = chunked(*padded, state)
+
+    def pad(x: Tensor) -> Tensor:
+        return x.new_zeros(rows, width, *x.shape[2:]).index_put((sequence_T, column_T), x[0])
+
+    query, key, value, gate, beta = inputs
+    out, state = chunked(pad(query), pad(key), pad(value), pad(gate), pad(beta), state)
     return out[sequence_T, column_T].unsqueeze(0), state
 
 
@@ -234,9 +235,8 @@ def check_gradients(rule: Rule, device: torch.device, tolerance: float = 0.02) -
         found = []
         for dtype in (torch.bfloat16, torch.float32):
             inputs = [x.to(device, torch.float32 if k == 3 else dtype).requires_grad_() for k, x in enumerate(raw)]
-            call = rule if dtype == torch.bfloat16 else gated_delta_rule
-            options = {} if call is rule else {"impl": "torch"}
-            out, state = call(*inputs, None, packed, **options)
+            call = rule if dtype == torch.bfloat16 else partial(gated_delta_rule, impl="torch")
+            out, state = call(*inputs, None, packed)
             gradients = torch.autograd.grad(out, inputs, upstream.to(out.dtype))
             found.append([x.detach().double() for x in (out, state, *gradients)])
         names = ("out", "state", "d query", "d key", "d value", "d gate", "d beta")
