@@ -13,7 +13,7 @@ from .dispatch import on_device
 BLOCK, WARPS = 2048, 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperature_stride", "tokens", "first"])
 def _accumulate_kernel(
     logits, target, temperature, temperature_stride, state, tokens, columns, first, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def _accumulate_kernel(
     tl.store(state + 2 * tokens + row, energy)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["temperature_stride", "first"])
 def _differentiate_kernel(
     logits, grad_logprob, grad_entropy, target, temperature, temperature_stride, entropy, log_total, out,
     columns, first, HAS_LOGPROB: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr

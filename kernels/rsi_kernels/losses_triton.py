@@ -89,7 +89,7 @@ def ppo_loss(
     return loss, derivative, sums.sum(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows"])
 def _value_kernel(
     hidden, weight, bias, old_value, returns, mask, value_out, d_value_out, sums, d_weight,
     tokens, rows, width, clip, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr
@@ -137,8 +137,6 @@ def value_loss(
     mask = None if mask is None else mask.contiguous()
     tokens, width = hidden.shape
     block = max(triton.next_power_of_2(width), 128)
-    if block > 16384:
-        raise ValueError(f'the value-loss kernel holds a row of at most 16384 channels, got {width}; use impl="torch"')
     rows = max(1, triton.cdiv(tokens, VALUE_PROGRAMS))
     programs = triton.cdiv(tokens, rows)
     value = torch.empty(tokens, device=hidden.device, dtype=torch.float32)

@@ -179,6 +179,7 @@ def _torch(
         away, moves = limit(new - read(reference))
         estimate, slope = kl_estimate(away, kl_kind)
         loss = loss + kl_coefficient * estimate
+        moves = moves if mask is None else moves & mask  # k1's slope is 1 whatever the inputs
         derivative = derivative + torch.where(moves, kl_coefficient * slope, 0.0)
         sums[4] = estimate.sum()
     return loss, derivative, torch.stack([x.to(wide) for x in sums])

@@ -64,7 +64,7 @@ def _split(x, CHUNK: tl.constexpr):
     return first, second, third, fourth
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _aggregate_kernel(
     rewards, values, flags, pairs, tokens, chunks, gamma, lam, gamma_token, lambda_token, CHUNK: tl.constexpr
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def _aggregate_kernel(
     tl.store(pairs + program * 2 + 1, tl.sum(tl.where(last, b, 0.0), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _apply_kernel(
     rewards, values, flags, pairs, advantages, returns, moments, tokens, chunks,
     gamma, lam, gamma_token, lambda_token, MOMENTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr

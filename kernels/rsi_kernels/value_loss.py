@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .dispatch import NAMESPACE, local, use_triton, wide_dtype
 
-MAX_HIDDEN = 16384  # one row is held in registers
+MAX_HIDDEN = 8192  # the kernel holds one row in registers; twice this spills
 
 
 class ValueLoss(NamedTuple):
@@ -47,7 +47,7 @@ def value_loss(
     """Sum over tokens of `clipped_error` of the value hidden @ weight + bias.
 
     Args:
-        hidden: [..., D], already shifted: the hidden state *before* the token. D at most 16384 with "triton".
+        hidden: [..., D], already shifted: the hidden state *before* the token. D at most 8192 with "triton".
         weight: [D] (or [1, D], as nn.Linear has it), bias: [] or [1], both usually float32.
         old_value, returns: [...], held constant. mask: [...], nonzero = counts. Nothing at a masked token is read.
 
@@ -68,7 +68,9 @@ def value_loss(
             raise ValueError(f"{name} must be {tuple(shape)}, got {tuple(x.shape)}")
     if not clip > 0:
         raise ValueError(f"the value clip must be above 0 (math.inf for none), got {clip}")
-    if impl == "auto" and hidden.shape[-1] > MAX_HIDDEN:
+    if hidden.shape[-1] > MAX_HIDDEN:
+        if impl == "triton":
+            raise ValueError(f'the kernel holds rows of at most {MAX_HIDDEN}, got {hidden.shape[-1]}; use impl="torch"')
         impl = "torch"
     keep = None if mask is None else (mask != 0).reshape(-1)
     flat = hidden.reshape(-1, hidden.shape[-1])
