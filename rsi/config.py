@@ -190,6 +190,10 @@ class Config:
     """Padded tokens of one forward and backward pass of one rank."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of the trainer's passes; weights, moments and reductions are float32."""
+    recompute: bool = False
+    """Keep only the layers' inputs for the backward pass and compute the rest again."""
+    offload: bool = False
+    """Keep weights and moments in the CPU's memory between their uses."""
     save_every: int = 5
     """Training steps between two saved positions; a killed run goes on from the last one."""
     dry_run: bool = False

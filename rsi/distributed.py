@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rsi.model import Critic, Transformer
@@ -101,22 +102,31 @@ def gather(what: str, value: Value) -> list[Value]:
     return found
 
 
-def spread(model: Transformer | Critic, precision: Precision = "float32") -> None:
+def spread(
+    model: Transformer | Critic, precision: Precision = "float32", recompute: bool = False, offload: bool = False
+) -> None:
     """Spread the network's weights, gradients and, made after this, optimizer moments over all ranks.
 
     Gradients of the ranks are averaged: a loss is divided by the global normaliser over `world()`. Weights and
-    reductions stay in float32; `precision` is that of the passes. One process in float32 stays as it is.
+    reductions stay in float32; `precision` is that of the passes. With `recompute` only the layers' inputs are
+    kept for the backward pass, with `offload` weights and moments lie in the CPU's memory. One process that asks
+    for none of this stays as it is.
     """
-    if world() == 1 and precision == "float32":
+    if recompute:
+        for number, layer in enumerate(model.model.layers):
+            model.model.layers[number] = checkpoint_wrapper(layer)
+    if world() == 1 and precision == "float32" and not offload:
         return
     # No operation here writes into a network's output, which is what this warning is about.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    offloading = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, precision), reduce_dtype=torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer, mp_policy=policy)
+        fully_shard(layer, mp_policy=policy, offload_policy=offloading)
     if isinstance(model, Critic):  # its head works in float32 whatever the rest does
-        fully_shard(model.value_head, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-    fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+        head = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        fully_shard(model.value_head, mp_policy=head, offload_policy=offloading)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False, offload_policy=offloading)
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -137,10 +147,9 @@ def whole(model: Network) -> Network:
         copy = cast(Network, plain(model.config))
     copy.to_empty(device=next(model.parameters()).device)
     with torch.no_grad():
-        wanted = dict(copy.named_parameters())
-        for name, parameter in model.named_parameters():
-            found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            wanted[name].copy_(found)
+        wanted = copy.state_dict()
+        for name, tensor in model.state_dict().items():
+            wanted[name].copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
     return copy
 
 

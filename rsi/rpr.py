@@ -92,7 +92,7 @@ def make_learner(config: Config, stage: Stage, actor: Transformer, critic: Criti
     reference = copy.deepcopy(actor).requires_grad_(False) if settings.kl_coefficient else None
     for network in (actor, critic, reference):
         if network is not None:
-            distributed.spread(network, config.precision)
+            distributed.spread(network, config.precision, config.recompute, config.offload)
     actor_lr = settings.actor_lr if stage.round == 1 else settings.actor_lr_later
     return Learner(
         actor,

@@ -1,4 +1,4 @@
-"""Three steps of everything that trains, on invented attempts, on however many ranks: `layout.py OUT TIED TOKENS`."""
+"""Three steps of everything that trains, on invented attempts, on however many ranks: `layout.py OUT TIED OPTION…`."""
 
 import random
 import sys
@@ -37,10 +37,10 @@ def attempts(count: int) -> list[Trajectory]:
     return records
 
 
-def main(out: Path, tied: bool, tokens: int) -> None:
+def main(out: Path, tied: bool, *extra: str) -> None:
     torch.set_num_threads(1)
     distributed.start()
-    options = ["--runs", str(out), "--micro-batch-tokens", str(tokens), "--rsr.batch", "7", "--rsr.epochs", "1"]
+    options = ["--runs", str(out), "--rsr.batch", "7", "--rsr.epochs", "1", *extra]
     # One small update a step: where a gradient is next to nothing Adam makes a step of its rounding.
     options += ["--rpr.minibatches", "1", "--rpr.critic-only-epochs", "1", "--rpr.whiten"]
     config = parse([*options, "--rsr.lr", "1e-4", "--rpr.actor-lr", "1e-4", "--rpr.critic-lr", "1e-4"])
@@ -73,4 +73,4 @@ def main(out: Path, tied: bool, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "tied", int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2] == "tied", *sys.argv[3:])
