@@ -221,7 +221,7 @@ def own_folder(config: Config) -> TextIO:
         raise UserError(f"{folder} is in use by another process: wait for it, or choose another --name") from None
     path, record = folder / "config.json", to_record(config)
     if path.exists():
-        found = differences(json.loads(path.read_text(encoding="utf-8"))["config"], record)
+        found = differences(to_record(from_record(json.loads(path.read_text(encoding="utf-8"))["config"])), record)
         if found:
             raise UserError(
                 f"{folder} holds a run with another configuration: {'; '.join(found)}."

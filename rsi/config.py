@@ -9,7 +9,7 @@ import dataclasses
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +75,8 @@ class Rollout:
     """Seconds one command may take."""
     prompt_style: Literal["brief", "full"] = "brief"
     """Whether the system prompt names the harness's protocol or explains it."""
+    thinking: bool = False
+    """Ask a checkpoint that can think before it answers to do so."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,10 @@ class Config:
     stage: str = "all"
     """Stage to end with (the missing ones before it run first), or "all"."""
     preset: str = "tiny"
-    """Default values: "tiny" (the embedded model, minutes on two cores) or "smoke" (seconds, no claim)."""
+    """Default values: "tiny" (the embedded model, minutes on two cores), "smoke" (seconds, no claim), or a real
+    checkpoint: "qwen3-0.6b", "qwen3-8b", "qwen3.8-27b"."""
+    init: str = ""
+    """Checkpoint that base starts from: a Hugging Face folder, or hub:OWNER/NAME; none: the embedded model."""
     seed: int = 0
     rounds: int = 2
     """How often rsr and rpr alternate."""
@@ -198,6 +203,8 @@ class Config:
     """Training steps between two saved positions; a killed run goes on from the last one."""
     dry_run: bool = False
     """Print the plan and stop."""
+    ranks: int = 1
+    """Processes whose memory --dry-run plans."""
     model: ModelShape = field(default_factory=ModelShape)
     pretrain: Pretrain = field(default_factory=Pretrain)
     rollout: Rollout = field(default_factory=Rollout)
@@ -231,14 +238,14 @@ def smoke() -> Config:
     )
 
 
-PRESETS: dict[str, Callable[[], Config]] = {"tiny": tiny, "smoke": smoke}
-
 # What may differ between two invocations on one run folder: where to stop, not what is computed.
-FREE = ("stage", "dry_run", "runs", "name", "save_every")
+FREE = ("stage", "dry_run", "ranks", "runs", "name", "save_every")
 
 
 def parse(arguments: Sequence[str], program: str = "rsi.train") -> Config:
     """The configuration that `arguments` ask for; a wrong one ends in one line and exit code 2."""
+    from rsi.presets import PRESETS
+
     preset = preset_name(arguments)
     if preset not in PRESETS:
         raise UserError(f"--preset {preset!r} is unknown: choose one of {', '.join(PRESETS)}")
@@ -326,11 +333,13 @@ def to_record(config: Config) -> dict[str, object]:
 
 
 def from_record(record: dict[str, Any]) -> Config:
-    """Inverse of `to_record`."""
+    """Inverse of `to_record`; an option that is newer than the record has its default."""
 
     def build(kind: type, values: dict[str, Any]) -> Any:
         built = {}
         for entry in dataclasses.fields(kind):
+            if entry.name not in values:
+                continue
             value = values[entry.name]
             if entry.name in GROUPS:
                 value = build(type(getattr(Config(), entry.name)), value)

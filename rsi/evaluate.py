@@ -171,7 +171,8 @@ def evaluate_published(run_folder: Path, tasks: int) -> list[dict[str, Any]]:
             for record in records:
                 stage = record["stage"]
                 actor = load_actor(run.path(stage) / "actor").to(session.device)
-                chat = Chat(load_tokenizer(run.path(stage) / "actor"))
+                tokenizer = load_tokenizer(run.path(stage) / "actor")
+                chat = Chat(tokenizer, actor.config, run.config.rollout.thinking)
                 with log.progress(f"{stage} published") as report:
                     engine = session.engine(actor, chat, report)
                     for old in session.attempts(stage, "published").parent.glob("published*.jsonl"):

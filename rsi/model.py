@@ -1,111 +1,25 @@
-"""The language model: Qwen3's dense architecture, written so that training and decoding share one layer.
+"""The language model: Qwen2, Qwen3 and the hybrid of Qwen3.5 to 3.8, training and decoding sharing one layer.
 
 Shapes are named in suffixes: B rows, T tokens of a row, N tokens of all rows, D hidden size, H query heads,
 K key/value heads, C channels of a head, V vocabulary. Parameter names are those of Hugging Face's
-``Qwen3ForCausalLM``, so that `rsi.weights` writes and reads its folders without a table of names.
+``Qwen…ForCausalLM``, so that `rsi.weights` writes and reads its folders without a table of names.
 """
 
 import ctypes
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-INITIAL_STD = 0.02
+from rsi.architecture import INITIAL_STD, LINEAR, ModelConfig
+from rsi.deltanet import DeltaNet, DeltaWeights, Recur, delta_net, without_state
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of one layer: q_BTHC, k_BTKC, v_BTKC -> out_BTHC."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of a Qwen3 model, under the names of its ``config.json``."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e6
-    tie_word_embeddings: bool = True
-    max_position_embeddings: int = 4096
-    model_type: str = "qwen3"
-    eos_token_id: int | tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is no multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}: choose sizes that divide"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embeddings need an even size")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
-        """The config of a parsed ``config.json``, written by this package or by transformers (4 or 5).
-
-        Raises ValueError, naming what was found and what is supported, for another architecture.
-        """
-        rope = (values.get("rope_parameters") or {}) | (values.get("rope_scaling") or {})
-        supported = {
-            "model_type": (values.get("model_type"), "qwen3"),
-            "hidden_act": (values.get("hidden_act", "silu"), "silu"),
-            "attention_bias": (bool(values.get("attention_bias")), False),
-            "use_sliding_window": (bool(values.get("use_sliding_window")), False),
-            "rope_type": (rope.get("type") or rope.get("rope_type", "default"), "default"),
-            "quantization_config": (values.get("quantization_config"), None),
-        }
-        for name, (found, wanted) in supported.items():
-            if found != wanted:
-                raise ValueError(f"{name} is {found!r}: only {wanted!r} is supported")
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        missing = [name for name in sizes if name not in values]
-        if missing:
-            raise ValueError(f"{', '.join(missing)} missing from the model's config")
-        heads = values["num_attention_heads"]
-        eos = values.get("eos_token_id")
-        return cls(
-            **{name: values[name] for name in sizes},
-            num_key_value_heads=values.get("num_key_value_heads", heads),
-            head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta", values.get("rope_theta", 1e4))),
-            tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-            max_position_embeddings=values.get("max_position_embeddings", 4096),
-            eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The values of ``config.json``, readable by transformers 4 (``rope_theta``) and 5 (``rope_parameters``)."""
-        eos = self.eos_token_id
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "max_position_embeddings": self.max_position_embeddings,
-            "initializer_range": INITIAL_STD,
-            "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
-        }
 
 
 def keep_freed_memory() -> bool:
@@ -171,16 +85,23 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    # Qwen3 normalises in float32 and rounds before it multiplies by the weight.
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    if x.dtype in (torch.bfloat16, torch.float16):
+        # In half precision the order of roundings is transformers': logits then equal its bit for bit. A half
+        # weight (Qwen2, Qwen3) multiplies what was rounded, a float32 one (Qwen3.5) what was not.
+        wide = x.float()
+        inverse = wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        return (wide * inverse).to(weight.dtype).mul_(weight).to(x.dtype), inverse
+    inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     inverse = inverse.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return (wide * inverse).to(x.dtype).mul_(weight), inverse
+    return (x * inverse).mul_(weight), inverse
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+    other = x.roll(x.shape[-1] // 2, -1)
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return x * cos + other * sin
+    return (x * cos).addcmul_(other, sin)
 
 
 def _gated(gate_up: Tensor) -> Tensor:
@@ -189,13 +110,15 @@ def _gated(gate_up: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019), times `weight`."""
+    """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019), times `weight`, in the type of `x`."""
     return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _normalise(x, weight, eps)[0]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [..., C] turned by the angles of `rotary`, in the layout that pairs channel i with i + C/2."""
-    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _turn(x, cos, sin)
+    """`x` [..., C] turned by the angles of `rotary` [..., R], channel i paired with i + R/2; those from R on stay."""
+    turned = x[..., : cos.shape[-1]]
+    turned = _Rotate.apply(turned, cos, sin) if torch.is_grad_enabled() else _turn(turned, cos, sin)
+    return turned if cos.shape[-1] == x.shape[-1] else torch.cat((turned, x[..., cos.shape[-1] :]), -1)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -204,12 +127,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Rotary embedding (Su et al. 2021) of positions [...]: cosine and sine, float32 [..., 1, C].
+    """Rotary embedding (Su et al. 2021) of positions [...]: cosine and sine, float32 [..., 1, R].
 
-    The first half of the sines is negative, so that `rotate` needs no sign.
+    R is the config's `rotary_dim`. The first half of the sines is negative, so that `rotate` needs no sign.
     """
-    half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions.float()[..., None, None] / config.rope_theta ** (half / config.head_dim)
+    half = torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=torch.float32)
+    angles = positions.float()[..., None, None] / config.rope_theta ** (half / config.rotary_dim)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
@@ -226,16 +149,36 @@ def causal_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
+def packed_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, lengths: Sequence[int]) -> Tensor:
+    """`causal_attention` within each document of one row, their lengths given; none sees another."""
+    documents = (x.split(list(lengths), 1) for x in (q_BTHC, k_BTKC, v_BTKC))
+    return torch.cat([causal_attention(q, k, v) for q, k, v in zip(*documents, strict=True)], 1)
+
+
+class AttentionWeights(NamedTuple):
+    """Projections that share an input side by side: query, key, value and, in the hybrid, the output's gate."""
+
+    qkv: Tensor
+    bias: Tensor | None
+    qk_norm: Tensor | None
+    output: Tensor
+
+
 class LayerWeights(NamedTuple):
-    """The tensors of one layer as the layer's maths wants them: projections of one input side by side."""
+    """The tensors of one layer as the layer's maths wants them."""
 
     input_norm: Tensor
-    qkv: Tensor
-    qk_norm: Tensor
-    output: Tensor
+    mixer: AttentionWeights | DeltaWeights
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
+
+
+class Mixing(NamedTuple):
+    """How tokens see those before them: where training and the sampler, which keeps a state, differ."""
+
+    attend: Attend = causal_attention
+    recur: Recur = without_state
 
 
 def apply_layer(
@@ -243,39 +186,75 @@ def apply_layer(
     hidden_BTD: Tensor,
     cos_sin: tuple[Tensor, Tensor],
     config: ModelConfig,
-    attend: Attend = causal_attention,
+    mixing: Mixing,
 ) -> Tensor:
-    """One Qwen3 layer, the only place that defines its maths: hidden_BTD -> hidden_BTD.
-
-    `attend` is where training and the sampler differ: the latter keeps keys and values between calls.
-    """
-    heads, kv_heads, eps = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
-    qkv = F.linear(rms_norm(hidden_BTD, weights.input_norm, eps), weights.qkv)
-    qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, config.head_dim))
-    qk, v = qkv.split((heads + kv_heads, kv_heads), dim=2)
-    qk = rotate(rms_norm(qk, weights.qk_norm, eps), *cos_sin)
-    q, k = qk.split((heads, kv_heads), dim=2)
-    hidden_BTD = hidden_BTD + F.linear(attend(q, k, v).flatten(2), weights.output)
-    gate_up = F.linear(rms_norm(hidden_BTD, weights.mlp_norm, eps), weights.gate_up)
+    """One layer, the only place that defines its maths: hidden_BTD -> hidden_BTD."""
+    normed = rms_norm(hidden_BTD, weights.input_norm, config.rms_norm_eps)
+    if isinstance(weights.mixer, DeltaWeights):
+        mixed = delta_net(weights.mixer, normed, config, mixing.recur)
+    else:
+        mixed = _attention(weights.mixer, normed, cos_sin, config, mixing.attend)
+    hidden_BTD = hidden_BTD + mixed
+    gate_up = F.linear(rms_norm(hidden_BTD, weights.mlp_norm, config.rms_norm_eps), weights.gate_up)
     return hidden_BTD + F.linear(swiglu(gate_up), weights.down)
 
 
-class _Norm(nn.Module):
-    def __init__(self, size: int) -> None:
+def _attention(
+    weights: AttentionWeights, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], config: ModelConfig, attend: Attend
+) -> Tensor:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    gates = heads if config.hybrid else 0
+    joined = F.linear(x_BTD, weights.qkv, weights.bias).unflatten(-1, (-1, config.head_dim))
+    qk, v, gate = joined.split((heads + kv_heads, kv_heads, gates), dim=2)
+    if weights.qk_norm is not None:
+        qk = rms_norm(qk, weights.qk_norm, config.rms_norm_eps)
+    q, k = rotate(qk, *cos_sin).split((heads, kv_heads), dim=2)
+    out = attend(q, k, v).flatten(2)
+    if config.hybrid:
+        out = out * gate.flatten(2).sigmoid()
+    return F.linear(out, weights.output)
+
+
+class Norm(nn.Module):
+    """A norm's weight; `centred` ones are stored around 0 and used as 1 + weight, in float32."""
+
+    def __init__(self, size: int, centred: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.zeros(size) if centred else torch.ones(size))
+        self.centred = centred
+
+    @property
+    def scale(self) -> Tensor:
+        return 1.0 + self.weight.float() if self.centred else self.weight
 
 
 class _Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        size, channels = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(size, config.num_attention_heads * channels, bias=False)
-        self.k_proj = nn.Linear(size, config.num_key_value_heads * channels, bias=False)
-        self.v_proj = nn.Linear(size, config.num_key_value_heads * channels, bias=False)
+        size, channels, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.config = config
+        # In the hybrid every head's rows of q_proj are its query's, then its gate's.
+        query = config.num_attention_heads * channels * (2 if config.hybrid else 1)
+        self.q_proj = nn.Linear(size, query, bias=bias)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * channels, bias=bias)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * channels, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * channels, size, bias=False)
-        self.q_norm = _Norm(channels)
-        self.k_norm = _Norm(channels)
+        if config.qk_norm:
+            self.q_norm = Norm(channels, config.hybrid)
+            self.k_norm = Norm(channels, config.hybrid)
+
+    def weights(self) -> AttentionWeights:
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        parts = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
+        if self.config.hybrid:
+            query, gate = self.q_proj.weight.unflatten(0, (heads, 2, -1)).unbind(1)
+            parts = [query.flatten(0, 1), *parts[1:], gate.flatten(0, 1)]
+        bias = norm = None
+        if self.config.attention_bias:
+            bias = torch.cat((self.q_proj.bias, self.k_proj.bias, self.v_proj.bias))
+        if self.config.qk_norm:
+            norm = torch.cat((self.q_norm.scale.expand(heads, -1), self.k_norm.scale.expand(kv_heads, -1)))
+        return AttentionWeights(torch.cat(parts), bias, norm, self.o_proj.weight)
 
 
 class _MLP(nn.Module):
@@ -289,30 +268,30 @@ class _MLP(nn.Module):
 class Layer(nn.Module):
     """Holds one layer's parameters under Hugging Face's names; `apply_layer` does the maths."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, kind: str) -> None:
         super().__init__()
         self.config = config
-        self.self_attn = _Attention(config)
+        if kind == LINEAR:
+            self.linear_attn = DeltaNet(config)
+        else:
+            self.self_attn = _Attention(config)
         self.mlp = _MLP(config)
-        self.input_layernorm = _Norm(config.hidden_size)
-        self.post_attention_layernorm = _Norm(config.hidden_size)
+        self.input_layernorm = Norm(config.hidden_size, config.hybrid)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.hybrid)
 
     def weights(self) -> LayerWeights:
         """The parameters, those that share an input joined (a copy of them, inside the graph)."""
-        attention, mlp = self.self_attn, self.mlp
-        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        mixer = self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
         return LayerWeights(
-            self.input_layernorm.weight,
-            torch.cat((attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)),
-            torch.cat((attention.q_norm.weight.expand(heads, -1), attention.k_norm.weight.expand(kv_heads, -1))),
-            attention.o_proj.weight,
-            self.post_attention_layernorm.weight,
-            torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)),
-            mlp.down_proj.weight,
+            self.input_layernorm.scale,
+            mixer.weights(),
+            self.post_attention_layernorm.scale,
+            torch.cat((self.mlp.gate_proj.weight, self.mlp.up_proj.weight)),
+            self.mlp.down_proj.weight,
         )
 
-    def forward(self, hidden_BTD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        return apply_layer(self.weights(), hidden_BTD, cos_sin, self.config)
+    def forward(self, hidden_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], mixing: Mixing) -> Tensor:
+        return apply_layer(self.weights(), hidden_BTD, cos_sin, self.config, mixing)
 
 
 class Trunk(nn.Module):
@@ -322,27 +301,49 @@ class Trunk(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = _Norm(config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, kind) for kind in config.kinds)
+        self.norm = Norm(config.hidden_size, config.hybrid)
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d):
                 nn.init.normal_(module.weight, std=INITIAL_STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def layer_weights(self) -> list[LayerWeights]:
         """`Layer.weights` of every layer, joined once for many steps of decoding."""
         return [cast(Layer, layer).weights() for layer in self.layers]
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """Hidden states after the final norm, [B, T, D]. Rows start at position 0; right padding needs no mask."""
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The norm between the last layer and the head."""
+        return rms_norm(hidden, self.norm.scale, self.config.rms_norm_eps)
+
+    def forward(self, ids_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Hidden states after the final norm, [B, T, D].
+
+        Rows start at position 0; right padding needs no mask. With `cu_seqlens` (int64, offsets 0 … T of the
+        documents packed in one row, B = 1) every document starts at position 0 and sees itself alone. Padding
+        anywhere else is packed as a document of its own.
+        """
+        position = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+        mixing = Mixing()
+        if cu_seqlens is not None:
+            if ids_BT.shape[0] != 1:
+                raise ValueError(f"cu_seqlens needs all documents in one row, got {ids_BT.shape[0]} rows")
+            lengths = cu_seqlens.diff()
+            position = position - cu_seqlens[:-1].repeat_interleave(lengths)
+            mixing = Mixing(
+                partial(packed_attention, lengths=lengths.tolist()),
+                partial(without_state, cu_seqlens=cu_seqlens),
+            )
         hidden_BTD = self.embed_tokens(ids_BT)
-        cos_sin = rotary(torch.arange(ids_BT.shape[1], device=ids_BT.device), self.config)
+        cos_sin = rotary(position, self.config)
         for layer in self.layers:
-            hidden_BTD = layer(hidden_BTD, cos_sin)
-        return rms_norm(hidden_BTD, self.norm.weight, self.config.rms_norm_eps)
+            hidden_BTD = layer(hidden_BTD, cos_sin, mixing)
+        return self.final_norm(hidden_BTD)
 
 
 class Transformer(nn.Module):
-    """The actor: a causal language model with Hugging Face's Qwen3 parameter names.
+    """The actor: a causal language model with Hugging Face's parameter names.
 
     New weights are drawn from torch's global generator: normal(0, 0.02), norms 1.
     """
@@ -355,9 +356,9 @@ class Transformer(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             nn.init.normal_(self.lm_head.weight, std=INITIAL_STD)
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """Hidden states [B, T, D] of right-padded rows; the hidden state at t predicts the token at t + 1."""
-        return self.model(ids_BT)
+    def forward(self, ids_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Hidden states [B, T, D] (see `Trunk.forward`); the one at t predicts the token at t + 1."""
+        return self.model(ids_BT, cu_seqlens)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """float32 logits [N, V]. Gather the positions you need first: the head costs as much as a layer."""
@@ -379,7 +380,8 @@ class Critic(nn.Module):
         self.value_head = nn.Linear(config.hidden_size, 1)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            self.value_head.weight.copy_(1e-3 * torch.randn(1, config.hidden_size, generator=generator))
+            start = torch.randn(1, config.hidden_size, generator=generator, device="cpu")
+            self.value_head.weight.copy_(1e-3 * start)
             self.value_head.bias.zero_()
 
     @classmethod
@@ -389,7 +391,7 @@ class Critic(nn.Module):
         critic.model.load_state_dict(actor.model.state_dict())
         return critic
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
+    def forward(self, ids_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """float32 values [B, T]: at t the value of the state after token t, before token t + 1 is sampled."""
-        hidden_BTD = self.model(ids_BT)
+        hidden_BTD = self.model(ids_BT, cu_seqlens)
         return self.value_head(hidden_BTD.float())[..., 0]

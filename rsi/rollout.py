@@ -136,11 +136,11 @@ def begin(job: Job, harness: Harness, engine: Engine, pool: ThreadPoolExecutor) 
 def sample(active: Sequence[Attempt], engine: Engine, temperature: float) -> None:
     """One assistant turn for every active attempt."""
     requests = [(attempt.slot, attempt.pending) for attempt in active]
-    turns = engine.sampler.generate(requests, engine.settings.max_turn_tokens, engine.chat.end, temperature)
+    turns = engine.sampler.generate(requests, engine.settings.max_turn_tokens, engine.chat.stops, temperature)
     for attempt, (ids, logprobs) in zip(active, turns, strict=True):
         record = attempt.record
         record.extend(ids, turn=record.turns, logprob=logprobs)
-        if not ids or ids[-1] != engine.chat.end:
+        if not ids or ids[-1] not in engine.chat.stops:
             record.end = "length"
 
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rsi.config import Config, UserError, fail, parse, to_record
+from rsi.config import Config, UserError, fail, parse
 from rsi.stages import Stage, missing_before, schedule
 
 if TYPE_CHECKING:  # torch takes seconds to import; a wrong option is answered before that
@@ -32,6 +32,8 @@ def main() -> None:
     try:
         config = parse(sys.argv[1:])
         if config.dry_run:
+            from rsi.plan import print_plan
+
             print_plan(config)
             return
         run(config)
@@ -103,7 +105,7 @@ def run_stage(session: "Session", stage: Stage) -> None:
     from rsi.evaluate import evaluate
     from rsi.rpr import refine
     from rsi.rsr import rewrite
-    from rsi.weights import load_actor, load_critic, load_tokenizer, sha256
+    from rsi.weights import find_folder, load_actor, load_critic, load_tokenizer, sha256
 
     begun = time.monotonic()
     run, source = session.run, stage.source
@@ -111,12 +113,14 @@ def run_stage(session: "Session", stage: Stage) -> None:
     session.progress = Progress.of(run, stage.name, folder)
     session.stop_if_asked()
     funnel = None
-    if stage.kind == "base":
+    tokenizer: Tokenizer | Path
+    if stage.kind == "base" and not session.config.init:
         actor, tokenizer = build_base(session)
     else:
-        actor = load_actor(run.path(source) / "actor").to(session.device)
-        tokenizer = load_tokenizer(run.path(source) / "actor")
-    chat = Chat(tokenizer)
+        tokenizer = find_folder(session.config.init) if stage.kind == "base" else run.path(source) / "actor"
+        actor = load_actor(tokenizer).to(session.device)
+    words = load_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer
+    chat = Chat(words, actor.config, session.config.rollout.thinking)
     if stage.kind == "rsr":
         earlier = [run.path(entry.name) / "kept.jsonl" for entry in schedule(session.config)
                    if entry.kind == "rsr" and entry.round < stage.round]  # fmt: skip
@@ -146,7 +150,7 @@ def run_stage(session: "Session", stage: Stage) -> None:
     session.log.say(f"{stage.name} done in {record['seconds']:.0f} s  {rates}  mean {100 * evaluation['mean']:.1f} %")
 
 
-def export(folder: Path, model: "Transformer | Critic", tokenizer: "Tokenizer") -> None:
+def export(folder: Path, model: "Transformer | Critic", tokenizer: "Tokenizer | Path") -> None:
     """Write the network's folder, the first rank for all."""
     from rsi import distributed
     from rsi.weights import save_model
@@ -193,27 +197,6 @@ def build_base(session: "Session") -> tuple["Transformer", "Tokenizer"]:
                 session.log.step("base", "pretrain", step, of, metrics)
                 session.finished(-(-step // PRETRAIN_UNIT), -(-of // PRETRAIN_UNIT), parts, metrics)
     return actor, tokenizer
-
-
-def print_plan(config: Config) -> None:
-    """The resolved configuration and what would run; nothing is written."""
-    import json
-
-    done: set[str] = set()
-    stages = config.folder / "stages"
-    if stages.is_dir():
-        done = {path.name.partition("-")[2] for path in stages.iterdir() if not path.name.endswith(".partial")}
-    shape = config.model
-    per_layer = shape.hidden_size * (
-        2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim + 3 * shape.intermediate_size
-    )
-    print(json.dumps(to_record(config), indent=1))
-    print(f"run folder   {config.folder}")
-    print(f"stages       {', '.join(stage.name for stage in missing_before(config, done)) or 'all done'}")
-    print(f"parameters   about {shape.layers * per_layer + shape.vocab_size * shape.hidden_size:,} a network")
-    tasks = str(Path(config.tasks)) if config.tasks else f"built-in, {config.train_tasks} to train on a suite"
-    print(f"tasks        {tasks}; {config.evaluate.tasks} a suite to evaluate on")
-    print(f"sandbox      {config.sandbox}")
 
 
 if __name__ == "__main__":

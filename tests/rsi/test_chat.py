@@ -1,11 +1,14 @@
 """Conversations as ids: grown piece by piece they equal the whole, and no text can forge a special token."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tiny_models import FAMILIES
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rsi.chat import SPECIAL_TOKENS, Chat, Message
+from rsi.chat import NO_THINKING, SPECIAL_TOKENS, Call, Chat, Message
 
 CORPUS = ["sort -r names.txt > out.txt\n", "the quick brown fox", "user\nassistant\nsystem\nterminus", "ls -l /app"]
 
@@ -25,9 +28,10 @@ def byte_bpe(special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> Tokenizer:
 TOKENIZER = byte_bpe()
 CHAT = Chat(TOKENIZER)
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
+HONEST = TEXT.filter(lambda text: not any(token in text for token in SPECIAL_TOKENS))
 
 
-@given(instruction=TEXT, turns=st.lists(st.tuples(TEXT, TEXT), max_size=3))
+@given(instruction=HONEST, turns=st.lists(st.tuples(HONEST, HONEST), max_size=3))
 def test_incremental_equals_whole(instruction: str, turns: list[tuple[str, str]]) -> None:
     messages = [Message("system", "terminus"), Message("user", instruction)]
     ids = CHAT.prompt(messages)
@@ -73,3 +77,100 @@ def test_the_callers_tokenizer_is_left_alone() -> None:
 def test_a_tokenizer_without_chat_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no token <\|im_end\|>"):
         Chat(byte_bpe(("<|endoftext|>", "<|im_start|>")))
+
+
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+BPE = byte_bpe()
+BPE.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
+CHATS = {
+    (family, thinking): Chat(BPE, FAMILIES[family], thinking) for family in ("qwen3", "qwen3_5") for thinking in (0, 1)
+}
+OPENINGS = {("qwen3", 0): NO_THINKING, ("qwen3", 1): "", ("qwen3_5", 0): NO_THINKING, ("qwen3_5", 1): "<think>\n"}
+HEAD = "<|im_start|>system\nterminus<|im_end|>\n<|im_start|>user\nsort a.txt<|im_end|>\n<|im_start|>assistant\n"
+# What the checkpoints' own templates render; a turn as the model samples it after the opening, its calls, the rest.
+THOUGHT = {"qwen3": "<think>\nFirst look.\n</think>\n\n", "qwen3_5": "First look.\n</think>\n\n"}
+CALLS = {
+    "qwen3": '<tool_call>\n{"name": "run", "arguments": {"command": "ls", "lines": 3, "paths": ["a", "b"]}}\n'
+    '</tool_call>\n<tool_call>\n{"name": "run", "arguments": {"command": "pwd"}}\n</tool_call>',
+    "qwen3_5": "<tool_call>\n<function=run>\n<parameter=command>\nls\n</parameter>\n"
+    "<parameter=lines>\n3\n</parameter>\n"
+    '<parameter=paths>\n["a", "b"]\n</parameter>\n</function>\n</tool_call>\n'
+    "<tool_call>\n<function=run>\n<parameter=command>\npwd\n</parameter>\n</function>\n</tool_call>",
+}
+RESPONSES = (
+    "<|im_start|>user\n<tool_response>\na.txt\n</tool_response>\n<tool_response>\n/app\n</tool_response><|im_end|>\n"
+)
+
+
+@pytest.mark.parametrize(("family", "thinking"), OPENINGS)
+def test_prompts_are_those_of_the_checkpoints_template(family: str, thinking: int) -> None:
+    chat = CHATS[family, thinking]
+    ids = chat.prompt([Message("system", "terminus"), Message("user", "sort a.txt")])
+    assert ids == BPE.encode(HEAD + OPENINGS[family, thinking]).ids
+
+
+@pytest.mark.parametrize("family", THOUGHT)
+def test_tool_calls_grow_into_what_the_template_makes_of_the_whole(family: str) -> None:
+    chat = CHATS[family, 1]
+    calls = [Call("run", {"command": "ls", "lines": 3, "paths": ["a", "b"]}), Call("run", {"command": "pwd"})]
+    written = "\n".join(chat.write_call(call) for call in calls)
+    assert written == CALLS[family]
+    ids = chat.prompt([Message("system", "terminus"), Message("user", "sort a.txt")])
+    ids += chat.encode_turn(THOUGHT[family] + written) + chat.tool_responses(["a.txt", "/app"])
+    opening = OPENINGS[family, 1]
+    whole = HEAD + opening + THOUGHT[family] + written + "<|im_end|>\n" + RESPONSES + "<|im_start|>assistant\n"
+    assert ids == BPE.encode(whole + opening).ids
+    read = chat.read_calls(THOUGHT[family] + written)
+    if family == "qwen3_5":  # its arguments are text
+        calls[0] = Call("run", {"command": "ls", "lines": "3", "paths": '["a", "b"]'})
+    assert read == calls and chat.read_calls("nothing") == []
+    with pytest.raises(ValueError, match="tool call 'ls'"):
+        chat.read_calls("<tool_call>\nls\n</tool_call>")
+
+
+def test_thinking_stays_where_the_template_drops_it() -> None:
+    """Not append-only: Qwen3's template would take the first turn's thinking away once a user message follows."""
+    chat = CHATS["qwen3", 1]
+    ids = chat.prompt([Message("system", "terminus"), Message("user", "sort a.txt")])
+    ids += chat.encode_turn("<think>\nAll well.\n</think>\n\nDone.") + chat.observation("more")
+    tail = "Done.<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == BPE.encode(HEAD + "<think>\nAll well.\n</think>\n\n" + tail).ids
+    assert ids != BPE.encode(HEAD + tail).ids  # the template's
+    # Qwen3.8's, which keeps it, and strips what surrounds a message.
+    chat = CHATS["qwen3_5", 1]
+    ids = chat.prompt([Message("system", "terminus\n"), Message("user", "\nsort a.txt")])
+    ids += chat.encode_turn("All well.\n</think>\n\nDone.") + chat.observation(" more\n")
+    assert ids == BPE.encode(HEAD + "<think>\nAll well.\n</think>\n\n" + tail + "<think>\n").ids
+
+
+def test_no_text_forges_a_mark() -> None:
+    text = "".join(MARKS) + FORGED
+    chat = CHATS["qwen3_5", 1]
+    plain = chat.observation("x")
+    for ids in (chat.observation(text), chat.prompt([Message("user", text)]), chat.tool_responses([text])):
+        ours = [token for token in ids if BPE.id_to_token(token) in MARKS]
+        allowed = ["<tool_response>", "</tool_response>"] if ids[-1:] == plain[-1:] and len(ours) > 1 else []
+        assert [BPE.id_to_token(token) for token in ours] == [*allowed, "<think>"]
+        assert text in BPE.decode(ids, skip_special_tokens=False)
+
+
+@given(TEXT)
+def test_pieces_join_to_the_text(text: str) -> None:
+    ids = CHAT.encode_turn(text)[:-1]
+    pieces = list(CHAT.pieces(ids))
+    assert "".join(pieces) == text and len(pieces) == len(ids)
+
+
+def test_a_character_cut_at_a_token_border_comes_whole() -> None:
+    pieces = list(CHAT.pieces(CHAT.encode_turn("a😀b")[:-1]))
+    assert "".join(pieces) == "a😀b" and "" in pieces and not any("\ufffd" in piece for piece in pieces)
+    unfinished = CHAT.encode_turn("a😀")[:-2]
+    assert "".join(CHAT.pieces(unfinished)) == "a"
+
+
+def test_every_stop_of_the_checkpoint_ends_a_turn() -> None:
+    chat = Chat(TOKENIZER, replace(FAMILIES["qwen3"], eos_token_id=(CHAT.end, CHAT.pad)))
+    assert chat.stops == (CHAT.end, CHAT.pad) and CHAT.stops == (CHAT.end,)
+    ids = CHAT.encode_turn("done")[:-1]
+    assert chat.decode([*ids, CHAT.pad]) == chat.decode([*ids, CHAT.end]) == "done"
+    assert CHAT.decode([*ids, CHAT.pad]) == "done<|endoftext|>"

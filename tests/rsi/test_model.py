@@ -1,4 +1,4 @@
-"""The model against transformers' Qwen3 as oracle, and its hand-written gradients against finite differences."""
+"""The model against transformers as oracle, for every family, and its hand-written gradients."""
 
 import platform
 from dataclasses import replace
@@ -6,35 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from tiny_models import FAMILIES, HYBRID, TINY, perturbed
 
-from rsi.model import INITIAL_STD, Critic, ModelConfig, Transformer, keep_freed_memory, rms_norm, rotary, rotate, swiglu
-
-TINY = ModelConfig(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    rope_theta=1e4,
-    max_position_embeddings=256,
-)
+from rsi.architecture import FULL, INITIAL_STD, LINEAR, ModelConfig
+from rsi.model import Critic, Transformer, keep_freed_memory, rms_norm, rotary, rotate, swiglu
 
 
-def perturbed(config: ModelConfig, seed: int = 0) -> Transformer:
-    """A model of which no parameter, the norms included, has a value that would hide a mistake."""
-    torch.manual_seed(seed)
-    actor = Transformer(config)
-    with torch.no_grad():
-        for parameter in actor.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return actor
-
-
-def oracle(actor: Transformer) -> transformers.Qwen3ForCausalLM:
-    config = transformers.Qwen3Config(**actor.config.to_dict())
-    model = transformers.Qwen3ForCausalLM(config)
+def oracle(actor: Transformer, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    config = transformers.AutoConfig.for_model(**actor.config.to_dict())
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     missing, unexpected = model.load_state_dict(actor.state_dict(), strict=False)
     assert not unexpected and missing in ([], ["lm_head.weight"])
     model.tie_weights()
@@ -46,20 +26,76 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_logits_and_gradients_equal_transformers(tied: bool, kv_heads: int) -> None:
-    actor = perturbed(replace(TINY, tie_word_embeddings=tied, num_key_value_heads=kv_heads))
+@pytest.mark.parametrize(
+    "config",
+    [
+        *FAMILIES.values(),
+        *(replace(TINY, num_key_value_heads=heads) for heads in (1, 4)),
+        replace(HYBRID, num_attention_heads=4, num_key_value_heads=2, linear_num_key_heads=3),
+    ],
+)
+def test_logits_and_gradients_equal_transformers(tied: bool, config: ModelConfig) -> None:
+    actor = perturbed(replace(config, tie_word_embeddings=tied))
     reference = oracle(actor)
-    ids = torch.randint(0, 96, (3, 70))
+    ids = torch.randint(0, 96, (2, 131))  # two chunks of the delta rule and a ragged end
     ours, theirs = actor.logits(actor(ids)), reference(ids).logits
     assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
     next_token_loss(ours, ids).backward()
     next_token_loss(theirs, ids).backward()
     wanted = dict(reference.named_parameters())
     for name, parameter in actor.named_parameters():
         error = (parameter.grad - wanted[name].grad).norm() / wanted[name].grad.norm()
         assert error < 1e-4, (name, float(error))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_logits_are_those_of_transformers(family: str) -> None:
+    actor = perturbed(FAMILIES[family]).bfloat16()
+    reference = oracle(actor, torch.bfloat16)
+    ids = torch.randint(0, 96, (2, 131))
+    with torch.no_grad():
+        ours, theirs = actor.logits(actor(ids)), reference(ids).logits
+    assert ours.dtype == torch.float32 and theirs.dtype == torch.bfloat16
+    assert torch.equal(ours, theirs.float())
+
+
+LENGTHS = (1, 70, 2, 64, 3, 17)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_equal_separate_ones(family: str) -> None:
+    """Outputs and gradients, and what stands in one document changes nothing in another."""
+    actor = perturbed(FAMILIES[family])
+    documents = [torch.randint(0, 96, (1, length)) for length in LENGTHS]
+    weights = [torch.randn(1, length, 32) for length in LENGTHS]
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
+    packed = actor(torch.cat(documents, 1), cu_seqlens)
+    separate = torch.cat([actor(document) for document in documents], 1)
+    torch.testing.assert_close(packed, separate, atol=2e-5, rtol=2e-5)
+    parameters = [parameter for name, parameter in actor.named_parameters() if "lm_head" not in name]
+    gradients = [
+        torch.autograd.grad((hidden * torch.cat(weights, 1)).sum(), parameters, retain_graph=True)
+        for hidden in (packed, separate)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).norm() < 1e-4 * other.norm()
+    documents[1] = torch.randint(0, 96, (1, 70))
+    changed = actor(torch.cat(documents, 1), cu_seqlens)
+    assert torch.equal(changed[:, 71:], packed[:, 71:]) and torch.equal(changed[:, :1], packed[:, :1])
+    with pytest.raises(ValueError, match="all documents in one row, got 2 rows"):
+        actor(torch.zeros(2, 4, dtype=torch.long), torch.tensor([0, 4]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_left_padding_is_a_document_of_its_own(family: str) -> None:
+    actor = perturbed(FAMILIES[family])
+    rows = [torch.randint(0, 96, (length,)) for length in (40, 7, 33)]
+    padded = torch.cat([torch.nn.functional.pad(row, (40 - len(row), 0)) for row in rows])
+    borders = torch.tensor([0, *(part for row in rows for part in (40 - len(row), len(row)))]).cumsum(0)
+    hidden = actor(padded[None], borders).view(3, 40, -1)
+    for row, found in zip(rows, hidden, strict=True):
+        torch.testing.assert_close(found[40 - len(row) :], actor(row[None])[0], atol=2e-5, rtol=2e-5)
 
 
 def test_the_comparison_notices_a_wrong_rope_theta() -> None:
@@ -98,18 +134,6 @@ def test_gradients_of_the_fused_functions() -> None:
     assert torch.autograd.gradcheck(swiglu, (random(2, 3, 10),))
 
 
-def test_bfloat16_follows_transformers() -> None:
-    actor = perturbed(TINY)
-    reference = oracle(actor).bfloat16()
-    actor = actor.bfloat16()
-    ids = torch.randint(0, 96, (2, 50))
-    with torch.no_grad():
-        ours = actor.logits(actor(ids)).log_softmax(-1)
-        theirs = reference(ids).logits.float().log_softmax(-1)
-    assert ours.dtype == torch.float32
-    assert (ours - theirs).abs().mean() < 2e-2
-
-
 def test_a_new_model_is_drawn_from_the_global_generator() -> None:
     torch.manual_seed(5)
     first = Transformer(TINY).state_dict()
@@ -137,10 +161,17 @@ def test_critic_starts_from_the_actor_with_values_near_zero() -> None:
     assert critic(ids).dtype == torch.float32
 
 
+def test_a_hybrid_trains_a_critic() -> None:
+    critic = Critic.from_actor(perturbed(HYBRID))
+    critic(torch.randint(0, 96, (1, 9))).sum().backward()
+    assert all(parameter.grad is not None for parameter in critic.parameters())
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama': only 'qwen3'"),
+        ({"model_type": "llama"}, "model_type is 'llama': only qwen2, qwen3, qwen3_5_text, qwen3_5 are"),
+        ({"model_type": "qwen3", "text_config": TINY.to_dict()}, "model_type is 'qwen3': only"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_type is 'linear'"),
         ({"attention_bias": True}, "attention_bias is True"),
@@ -148,7 +179,9 @@ def test_critic_starts_from_the_actor_with_values_near_zero() -> None:
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple"),
-        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"head_dim": 15}, "head_dim 15 × partial_rotary_factor 1.0 is odd"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types is"),
+        ({"layer_types": [LINEAR, FULL, FULL]}, "layer_types has 'linear_attention', which a qwen3 model has not"),
     ],
 )
 def test_other_architectures_are_refused(changed: dict, message: str) -> None:
@@ -156,7 +189,44 @@ def test_other_architectures_are_refused(changed: dict, message: str) -> None:
         ModelConfig.from_dict(TINY.to_dict() | changed)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "qwen3_5_moe_text"}, "model_type is 'qwen3_5_moe_text'"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid': only 'swish'"),
+        ({"attn_output_gate": False}, "attn_output_gate is False"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"linear_num_value_heads": 5}, "linear_num_value_heads 5 is no multiple of linear_num_key_heads 2"),
+        ({"layer_types": [LINEAR]}, "for each of the 4 layers"),
+    ],
+)
+@pytest.mark.parametrize("nested", [True, False])
+def test_other_hybrids_are_refused(changed: dict, message: str, nested: bool) -> None:
+    values = HYBRID.to_dict() | changed
+    if nested and "model_type" not in changed:
+        values = {"model_type": "qwen3_5", "text_config": values}
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(values)
+
+
+def test_nested_hybrid_configs_are_read() -> None:
+    text = replace(HYBRID, tie_word_embeddings=False, eos_token_id=(3, 4)).to_dict()
+    wanted = ModelConfig.from_dict(text)
+    assert wanted.rotary_dim == 4 and wanted.stops == (3, 4)
+    assert ModelConfig.from_dict({"model_type": "qwen3_5", "text_config": text, "vision_config": {}}) == wanted
+    outside = {name: text.pop(name) for name in ("tie_word_embeddings", "eos_token_id")}
+    assert ModelConfig.from_dict({"model_type": "qwen3_5", "text_config": text, **outside}) == wanted
+    del text["layer_types"], text["rope_parameters"]["partial_rotary_factor"]
+    assert ModelConfig.from_dict({"model_type": "qwen3_5", "text_config": text, **outside}) == wanted
+    del text["linear_key_head_dim"]
+    with pytest.raises(ValueError, match="linear_key_head_dim missing"):
+        ModelConfig.from_dict(text)
+
+
 def test_config_round_trip_and_missing_sizes() -> None:
+    for config in FAMILIES.values():
+        assert ModelConfig.from_dict(config.to_dict()) == config
     for eos in (None, 3, (3, 4)):
         config = replace(TINY, eos_token_id=eos)
         assert ModelConfig.from_dict(config.to_dict()) == config

@@ -4,19 +4,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_model import TINY, perturbed
+from tiny_models import HYBRID, TINY, perturbed
 
+from rsi.draws import draw, uniforms
 from rsi.model import Transformer
-from rsi.sampler import Sampler, draw, uniforms
+from rsi.sampler import Sampler
 
 CONFIG = replace(TINY, vocab_size=64, num_hidden_layers=2)
 STOP = 1
+STOPS = (STOP,)
 Turns = list[tuple[list[int], list[float]]]
 
 
-@pytest.fixture(scope="module")
-def actor() -> Transformer:
-    return perturbed(CONFIG)
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+def actor(request: pytest.FixtureRequest) -> Transformer:
+    return perturbed(CONFIG if request.param == "qwen3" else replace(HYBRID, vocab_size=64))
 
 
 def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
@@ -37,7 +39,7 @@ def run(
     sampler: Sampler, asked: list[list[int]], seeds: list[int], temperature: float = 1.0, tokens: int = 24
 ) -> Turns:
     slots = [sampler.open(seed) for seed in seeds]
-    turns = sampler.generate(list(zip(slots, asked, strict=True)), tokens, STOP, temperature)
+    turns = sampler.generate(list(zip(slots, asked, strict=True)), tokens, STOPS, temperature)
     for slot in slots:
         sampler.close(slot)
     return turns
@@ -54,7 +56,7 @@ def test_logprobs_over_turns_equal_a_full_forward(actor: Transformer, temperatur
         asked = [
             (place, new) for place, new in enumerate(prompts(count, seed=turn)) if (place + turn) % 4 or count == 1
         ]
-        turns = sampler.generate([(slots[place], new) for place, new in asked], 30, STOP, temperature)
+        turns = sampler.generate([(slots[place], new) for place, new in asked], 30, STOPS, temperature)
         for (place, new), (ids, logprobs) in zip(asked, turns, strict=True):
             histories[place] += new
             expected[place] += list(zip(range(len(histories[place]), 999), logprobs, strict=False))
@@ -72,8 +74,8 @@ def test_kept_prefix_equals_starting_again(actor: Transformer) -> None:
     first, second = prompts(20, seed=1), prompts(20, seed=2)
     sampler = Sampler(actor, slots=20, max_len=200)
     slots = [sampler.open(seed) for seed in range(20)]
-    opening = sampler.generate(list(zip(slots, first, strict=True)), 20, STOP, 1.0)
-    kept = sampler.generate(list(zip(slots, second, strict=True)), 20, STOP, 1.0)
+    opening = sampler.generate(list(zip(slots, first, strict=True)), 20, STOPS, 1.0)
+    kept = sampler.generate(list(zip(slots, second, strict=True)), 20, STOPS, 1.0)
     whole = [a + ids + b for a, (ids, _), b in zip(first, opening, second, strict=True)]
     again = run(Sampler(actor, slots=20, max_len=200), whole, list(range(20)), tokens=20)
     assert [ids for ids, _ in kept] == [ids for ids, _ in again]
@@ -104,6 +106,35 @@ def test_tokens_do_not_depend_on_place_or_company(actor: Transformer, others: in
     assert [found[index] for index in range(24)] == wanted
 
 
+def test_turns_that_join_and_leave_at_any_time_are_the_same(actor: Transformer) -> None:
+    """Continuous batching: three turns each, begun as soon as the slot's last one has ended, some later still."""
+    asked = [prompts(14, seed=turn) for turn in range(3)]
+    seeds = list(range(14))
+    together = Sampler(actor, slots=14, max_len=256)
+    slots = [together.open(seed) for seed in seeds]
+    wanted = [together.generate(list(zip(slots, new, strict=True)), 20, STOPS, 1.0) for new in asked]
+
+    sampler = Sampler(actor, slots=14, max_len=256)
+    slots = [sampler.open(seed) for seed in seeds]
+    found: dict[int, list[tuple[list[int], list[float]]]] = {slot: [] for slot in slots}
+    late = slots[9:]
+    for slot in slots[:9]:
+        sampler.submit(slot, asked[0][slot], 20)
+    while any(len(turns) < 3 for turns in found.values()):
+        ended = sampler.advance(STOPS, 1.0)
+        if late:
+            sampler.submit(late[0], asked[0][late.pop(0)], 20)
+        for slot, turn in ended.items():
+            found[slot].append(turn)
+            if len(found[slot]) < 3:
+                sampler.submit(slot, asked[len(found[slot])][slot], 20)
+    assert sampler.advance(STOPS, 1.0) == {}
+    for slot in slots:
+        for (ids, logprobs), turns in zip(found[slot], wanted, strict=True):
+            assert ids == turns[slot][0]
+            assert logprobs == pytest.approx(turns[slot][1], abs=1e-4)
+
+
 def test_greedy_follows_the_largest_logit(actor: Transformer) -> None:
     asked = prompts(9, seed=6)
     for prompt, (ids, _) in zip(asked, run(Sampler(actor, 9, 128), asked, [3] * 9, temperature=0.0), strict=True):
@@ -117,7 +148,7 @@ def test_turns_end_at_max_tokens_and_max_len(actor: Transformer) -> None:
     slots = [sampler.open(seed) for seed in range(4)]
     lengths = [1, 45, 49, 50]
     asked = [(slot, [2] * length) for slot, length in zip(slots, lengths, strict=True)]
-    never = 64
+    never = ()
     turns = sampler.generate(asked, 10, never, 1.0)
     assert [len(ids) for ids, _ in turns] == [10, 5, 1, 0]
     again = sampler.generate([(slot, [3]) for slot in slots], 1000, never, 1.0)
@@ -133,12 +164,12 @@ def test_turns_of_idle_slots_survive_the_work_of_others(actor: Transformer) -> N
     sampler = Sampler(actor, slots=70, max_len=160)
     asked = prompts(70, seed=8)
     slots = [sampler.open(seed) for seed in range(70)]
-    opening = sampler.generate(list(zip(slots, asked, strict=True)), 6, STOP, 1.0)
+    opening = sampler.generate(list(zip(slots, asked, strict=True)), 6, STOPS, 1.0)
     for start in (0, 30, 55):
         busy = [(slot, [5, 6]) for slot in slots[start : start + 15]]
-        sampler.generate(busy, 40, STOP, 1.0)
+        sampler.generate(busy, 40, STOPS, 1.0)
     idle = [place for place in range(70) if not any(start <= place < start + 15 for start in (0, 30, 55))]
-    turns = sampler.generate([(slots[place], [7]) for place in idle], 5, STOP, 1.0)
+    turns = sampler.generate([(slots[place], [7]) for place in idle], 5, STOPS, 1.0)
     for place, (ids, logprobs) in zip(idle, turns, strict=True):
         history = [*asked[place], *opening[place][0], 7, *ids]
         expected = full_logprobs(actor, history, 1.0)[-len(ids) :]
@@ -179,6 +210,26 @@ def test_sampled_tokens_follow_the_softmax() -> None:
         assert torch.allclose(logprobs, expected.log()[chosen], atol=1e-6)
 
 
+def test_top_k_and_top_p_limit_the_draw_alone() -> None:
+    probability = torch.tensor([0.4, 0.05, 0.3, 0.15, 0.1])
+    logits = probability.log().expand(5000, -1)
+    uniform = uniforms([3], [0], 5000)[0]
+    for top_p, top_k, allowed in (
+        (1.0, 2, {0, 2}),
+        (0.7, 0, {0, 2}),
+        (0.71, 0, {0, 2, 3}),
+        (0.01, 0, {0}),
+        (0.9, 3, {0, 2, 3}),
+        (1.0, 9, {0, 1, 2, 3, 4}),
+    ):
+        chosen, logprob = draw(logits, uniform, 1.0, top_p, top_k)
+        assert set(chosen.tolist()) == allowed
+        assert torch.allclose(logprob, probability.log()[chosen], atol=1e-6)
+        kept = probability[sorted(allowed)] / probability[sorted(allowed)].sum()
+        observed = torch.bincount(chosen, minlength=5)[sorted(allowed)] / 5000
+        assert (observed - kept).abs().max() < 0.03
+
+
 def test_uniforms_are_uniform_over_seeds_and_positions() -> None:
     grid = uniforms(range(100), [5] * 100, 200)
     assert 0 <= grid.min() and grid.max() < 1
@@ -203,7 +254,7 @@ def test_diverged_weights_are_reported() -> None:
         actor.model.norm.weight.fill_(torch.nan)
     sampler = Sampler(actor, slots=1, max_len=32)
     with pytest.raises(FloatingPointError, match="not finite"):
-        sampler.generate([(sampler.open(0), [2, 3])], 4, STOP, 1.0)
+        sampler.generate([(sampler.open(0), [2, 3])], 4, STOPS, 1.0)
 
 
 def test_misuse_is_refused(actor: Transformer) -> None:
@@ -212,16 +263,23 @@ def test_misuse_is_refused(actor: Transformer) -> None:
     sampler = Sampler(actor, slots=2, max_len=32)
     slot = sampler.open(0)
     with pytest.raises(ValueError, match="appears twice"):
-        sampler.generate([(slot, [2]), (slot, [3])], 4, STOP, 1.0)
+        sampler.generate([(slot, [2]), (slot, [3])], 4, STOPS, 1.0)
     with pytest.raises(ValueError, match="without ids"):
-        sampler.generate([(slot, [])], 4, STOP, 1.0)
+        sampler.generate([(slot, [])], 4, STOPS, 1.0)
     with pytest.raises(ValueError, match="temperature -1"):
-        sampler.generate([(slot, [2])], 4, STOP, -1.0)
+        sampler.generate([(slot, [2])], 4, STOPS, -1.0)
     with pytest.raises(ValueError, match="slot 1 is not open"):
-        sampler.generate([(1, [2])], 4, STOP, 1.0)
-    sampler.open(0)
+        sampler.generate([(1, [2])], 4, STOPS, 1.0)
+    with pytest.raises(ValueError, match="top_p 0 in"):
+        sampler.generate([(slot, [2])], 4, STOPS, 1.0, top_p=0)
+    sampler.submit(sampler.open(0), [2], 4)
+    with pytest.raises(ValueError, match="slot 1 has a turn under way"):
+        sampler.submit(1, [2], 4)
+    with pytest.raises(ValueError, match="turns are under way"):
+        sampler.generate([(slot, [2])], 4, STOPS, 1.0)
     with pytest.raises(ValueError, match="all 2 slots are taken"):
         sampler.open(0)
-    sampler.close(slot)
+    for index in (0, 1):
+        sampler.close(index)
     assert sampler.open(5) == slot
-    assert sampler.generate([], 4, STOP, 1.0) == []
+    assert sampler.generate([], 4, STOPS, 1.0) == []

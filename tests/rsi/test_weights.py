@@ -1,7 +1,12 @@
 """Model folders: transformers reads ours, we read transformers', and wrong folders are named."""
 
 import json
+import os
+import re
 import shutil
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +16,21 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_chat import TOKENIZER
-from test_model import TINY, perturbed
+from tiny_models import FAMILIES, TINY, perturbed
 
 from rsi.chat import Chat, Message
 from rsi.model import Critic, Transformer
-from rsi.weights import WeightsError, load_actor, load_critic, load_tokenizer, save_model, sha256
+from rsi.weights import (
+    WeightsError,
+    export,
+    find_folder,
+    load_actor,
+    load_critic,
+    load_tokenizer,
+    main,
+    save_model,
+    sha256,
+)
 
 CHAT = Chat(TOKENIZER)
 CONFIG = replace(TINY, vocab_size=TOKENIZER.get_vocab_size(), eos_token_id=CHAT.end)
@@ -40,7 +55,7 @@ def test_transformers_reads_our_folder(tmp_path: Path, tied: bool) -> None:
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     ids = torch.tensor([CHAT.prompt([Message("user", "sort names.txt")])])
     torch.testing.assert_close(actor.logits(actor(ids)), model(ids).logits, atol=2e-5, rtol=2e-5)
-    assert model.generation_config.eos_token_id == [CHAT.end, CHAT.pad]
+    assert model.generation_config.eos_token_id == [CHAT.end]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "actor")
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (CHAT.end, CHAT.pad)
     messages = [Message("system", "terminus"), Message("user", "sort names.txt 😀")]
@@ -185,3 +200,156 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     save_actor(tmp_path / "actor", tied=False)
     with safe_open(tmp_path / "actor" / "model.safetensors", framework="pt") as file:
         assert "lm_head.weight" in file.keys()
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def multimodal(folder: Path) -> None:
+    """A folder as Qwen publishes them: nested config, vision tower, a prediction layer, two types, shards."""
+    text = FAMILIES["qwen3_5"].to_dict() | {"dtype": "bfloat16", "tie_word_embeddings": False}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers.AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("A_log", "linear_attn.norm.weight")):
+            parameter.data = parameter.data.float()
+    model.save_pretrained(folder, max_shard_size="40KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["mtp.fc.weight"] = "mtp.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"mtp.fc.weight": torch.randn(4, 8).bfloat16()}, folder / "mtp.safetensors")
+
+
+def test_an_export_is_the_original_with_other_weights(tmp_path: Path) -> None:
+    multimodal(tmp_path / "original")
+    before = stored(tmp_path / "original")
+    assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16, torch.float32}
+    assert any(name.startswith("model.language_model.layers") for name in before)
+    actor = load_actor(tmp_path / "original")
+    save_model(tmp_path / "actor", actor, TOKENIZER)
+    main(["export", str(tmp_path / "actor"), str(tmp_path / "same"), str(tmp_path / "original")])
+    for path in (tmp_path / "original").iterdir():
+        copy = (tmp_path / "same" / path.name).read_bytes()
+        assert copy == path.read_bytes() or path.suffix == ".safetensors", path.name
+    after = stored(tmp_path / "same")
+    assert after.keys() == before.keys() and sha256(tmp_path / "same") == sha256(tmp_path / "original")
+
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            parameter.add_(1.0)
+    save_model(tmp_path / "actor", actor, TOKENIZER)
+    export(tmp_path / "actor", tmp_path / "changed", tmp_path / "original")
+    for name, tensor in stored(tmp_path / "changed").items():
+        ours = not name.startswith(("model.visual.", "mtp."))
+        assert torch.equal(tensor, before[name]) != ours and tensor.dtype == before[name].dtype, name
+    again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "changed", dtype=torch.bfloat16)
+    ids = torch.randint(0, 96, (1, 20))
+    trained = load_actor(tmp_path / "changed").bfloat16()
+    with torch.no_grad():
+        assert torch.equal(trained.logits(trained(ids)), again(ids).logits.float())
+
+    save_model(tmp_path / "other", perturbed(CONFIG), TOKENIZER)
+    with pytest.raises(SystemExit):
+        main(["export", str(tmp_path / "other"), str(tmp_path / "wrong"), str(tmp_path / "original")])
+    with pytest.raises(WeightsError, match="changed exists: choose another"):
+        export(tmp_path / "actor", tmp_path / "changed", tmp_path / "original")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_folders_pass_through_transformers_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tied: bool
+) -> None:
+    """Ours to theirs to ours, theirs to ours to theirs: names, types, shapes, bytes, and the shards of an export."""
+    monkeypatch.setattr("rsi.weights.SHARD_BYTES", 40_000)
+    sizes = {"vocab_size": CONFIG.vocab_size, "eos_token_id": CHAT.end, "tie_word_embeddings": tied}
+    actor = perturbed(replace(FAMILIES[family], **sizes))
+    save_model(tmp_path / "ours", actor, TOKENIZER)
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == stored(tmp_path / "ours").keys()
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype).save_pretrained(tmp_path / f"theirs-{dtype}", max_shard_size="40KB")
+    again = load_actor(tmp_path / "theirs-torch.float32")
+    assert same_parameters(again, actor) and again.config == actor.config
+    original = tmp_path / "theirs-torch.bfloat16"
+    save_model(tmp_path / "float32", load_actor(original), TOKENIZER)
+    export(tmp_path / "float32", tmp_path / "exported", original)
+    assert sha256(tmp_path / "exported") == sha256(original)
+    for name in ("config.json", "model.safetensors.index.json"):
+        assert (tmp_path / "exported" / name).read_bytes() == (original / name).read_bytes()
+
+
+SHARDED_LOAD = """
+import os, sys, torch, torch.distributed as dist
+from pathlib import Path
+from torch.distributed.fsdp import fully_shard
+from rsi.model import Transformer
+from rsi.weights import fill, load_actor, load_tokenizer, read_config, save_model
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+
+folder = Path(sys.argv[1])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+with torch.device("meta"):
+    actor = Transformer(read_config(folder))
+for layer in actor.model.layers:
+    fully_shard(layer)
+fully_shard(actor)
+actor.to_empty(device="cpu")
+for parameter in actor.parameters():
+    parameter.to_local().data.zero_()
+dist.barrier()
+Path("/proc/self/clear_refs").write_text("5")
+before = peak()
+fill(actor, folder)
+added = peak() - before
+whole = sum(parameter.numel() for parameter in actor.parameters()) * 4
+dist.barrier()
+save_model(folder.with_name("again"), actor, load_tokenizer(folder))
+print(f"rank {rank}: {added} {whole}", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_ranks_read_their_part_alone(tmp_path: Path) -> None:
+    """Two ranks under FSDP2: beside the shards themselves each needs the memory of one tensor, and writes back all."""
+    config = replace(CONFIG, hidden_size=512, intermediate_size=2048, num_hidden_layers=6, head_dim=64)
+    save_model(tmp_path / "actor", perturbed(config), TOKENIZER)
+    (tmp_path / "load.py").write_text(SHARDED_LOAD)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = [sys.executable, str(tmp_path / "load.py"), str(tmp_path / "actor")]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=os.environ | meeting | {"RANK": rank},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in "01"
+    ]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    measured = [found for out, _ in outputs for found in re.findall(r"rank (\d): (\d+) (\d+)", out)]
+    assert sorted(rank for rank, _, _ in measured) == ["0", "1"]
+    for _, added, whole in measured:
+        assert int(added) < 0.15 * int(whole)
+    assert sha256(tmp_path / "again") == sha256(tmp_path / "actor")
+
+
+def test_the_hub_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_folder("some/where") == Path("some/where")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(WeightsError, match="needs the package huggingface-hub"):
+        find_folder("hub:Qwen/Qwen3-0.6B")

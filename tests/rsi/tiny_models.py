@@ -1,0 +1,48 @@
+"""One tiny model a family, with parameters of which none has a value that would hide a mistake."""
+
+from dataclasses import replace
+
+import torch
+
+from rsi.architecture import FULL, LINEAR, ModelConfig
+from rsi.model import Transformer
+
+TINY = ModelConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    rope_theta=1e4,
+    max_position_embeddings=256,
+)
+HYBRID = replace(
+    TINY,
+    model_type="qwen3_5",
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    rope_theta=1e7,
+    partial_rotary_factor=0.25,
+    layer_types=(LINEAR, LINEAR, LINEAR, FULL),
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=16,
+    linear_value_head_dim=8,
+)
+FAMILIES = {"qwen2": replace(TINY, model_type="qwen2", head_dim=8), "qwen3": TINY, "qwen3_5": HYBRID}
+
+
+def perturbed(config: ModelConfig, seed: int = 0) -> Transformer:
+    """Norms and biases included. The hybrid's memory is made to last: its output is normalised, and where all but
+    one token is forgotten, some heads' outputs are almost 0, and rounding errors grow a thousandfold."""
+    torch.manual_seed(seed)
+    actor = Transformer(config)
+    with torch.no_grad():
+        for name, parameter in actor.named_parameters():
+            parameter.add_((0.1 if config.hybrid else 0.2) * torch.randn_like(parameter))
+            if name.endswith("A_log"):
+                parameter.sub_(3.0)
+    return actor
