@@ -18,7 +18,7 @@ from rsi.stages import Stage, missing_before, schedule
 if TYPE_CHECKING:  # torch takes seconds to import; a wrong option is answered before that
     from tokenizers import Tokenizer
 
-    from rsi.model import Critic, Transformer
+    from rsi.model import Transformer
     from rsi.session import Session
 
 PRETRAIN_UNIT = 20  # pretraining steps that are logged, and saved, as one
@@ -105,7 +105,7 @@ def run_stage(session: "Session", stage: Stage) -> None:
     from rsi.evaluate import evaluate
     from rsi.rpr import refine
     from rsi.rsr import rewrite
-    from rsi.weights import find_folder, load_actor, load_critic, load_tokenizer, sha256
+    from rsi.weights import find_folder, load_actor, load_critic, load_tokenizer, save_model, sha256
 
     begun = time.monotonic()
     run, source = session.run, stage.source
@@ -131,8 +131,9 @@ def run_stage(session: "Session", stage: Stage) -> None:
     if stage.kind == "rpr":
         inherited = load_critic(run.path(source) / "critic").to(session.device) if stage.critic == "inherit" else None
         critic = refine(session, stage, actor, inherited, chat)
-        export(folder / "critic", critic, tokenizer)
-    export(folder / "actor", actor, tokenizer)
+        save_model(folder / "critic", critic, tokenizer)
+    save_model(folder / "actor", actor, tokenizer)
+    distributed.meet("weights written")
     evaluation = evaluate(session, stage.name, source, actor, chat, folder)
     session.progress.close()
     record = {
@@ -148,17 +149,6 @@ def run_stage(session: "Session", stage: Stage) -> None:
     run.finish(stage, record)
     rates = "  ".join(f"{suite} {100 * of['strict']:.1f}" for suite, of in evaluation["suites"].items())
     session.log.say(f"{stage.name} done in {record['seconds']:.0f} s  {rates}  mean {100 * evaluation['mean']:.1f} %")
-
-
-def export(folder: Path, model: "Transformer | Critic", tokenizer: "Tokenizer | Path") -> None:
-    """Write the network's folder, the first rank for all."""
-    from rsi import distributed
-    from rsi.weights import save_model
-
-    network = distributed.whole(model)
-    if distributed.first():
-        save_model(folder, network, tokenizer)
-    distributed.meet(f"{folder.name} written")
 
 
 def build_base(session: "Session") -> tuple["Transformer", "Tokenizer"]:
