@@ -47,7 +47,7 @@ def linear_logprob(
     float32 logits, sums and results whatever the input dtype (float64 for float64); gradients in the inputs' dtypes,
     accumulated in float32. Deterministic. Between forward and backward it keeps 12 bytes a token beside its inputs.
     At most at a time: one tile of logits (256 MiB on a GPU, 1 MiB on a CPU) and its gradient, in backward also
-    4 N D bytes (dH in float32) and 4 * 8192 * D. A GPU waits once a call, for the number of kept tokens.
+    4 N D bytes (dH in float32) and 4 * 8192 * D. A GPU waits once a direction, for the number of kept tokens.
 
     Raises:
         ValueError: wrong shapes or dtypes, temperature not above 0, a target outside the vocabulary (CPU), a sharded

@@ -187,11 +187,12 @@ def test_equals_torch_linear_cross_entropy():
     oracle = getattr(torch.nn.functional, "linear_cross_entropy", None)
     if oracle is None:
         pytest.skip("this torch has no linear_cross_entropy")
-    hidden, weight, target = draw(40, 129, width=16, ignored=0.2)
+    hidden, weight, target = (x.detach().cpu() for x in draw(40, 129, width=16, ignored=0.2))
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     ours = -linear_logprob(hidden, weight, target).logprob
     theirs = oracle(hidden, weight, target, reduction="none", ignore_index=-100)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    up = upstream(40)[0]
+    up = upstream(40)[0].cpu()
     gradients = (torch.autograd.grad(x, (hidden, weight), up) for x in (ours, theirs))
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -14,19 +14,20 @@ OPS = {
     for name in ("tb_gae", "linear_logprob", "ppo_loss", "value_loss")
 }
 IMPLS = ["torch", "triton"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def leaf(*shape: int, device: str = DEVICE) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+    return torch.randn(*shape, generator=generator).to(device).requires_grad_()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_opcheck(impl, tokens):
-    x, target = leaf(tokens, 3), torch.arange(tokens) % 7
+    x, target = leaf(tokens, 3), torch.arange(tokens, device=DEVICE) % 7
     target[:1] = -100
-    head = (x, leaf(7, 3), target, torch.tensor([0.7]), -100, impl)
+    head = (x, leaf(7, 3), target, torch.tensor([0.7], device=DEVICE), -100, impl)
     torch.library.opcheck(OPS["linear_logprob"]._forward, head)
     turned = (leaf(3, tokens).detach().T.requires_grad_(), leaf(3, 7).detach().T.requires_grad_(), *head[2:])
     torch.library.opcheck(OPS["linear_logprob"]._forward, turned)
@@ -37,7 +38,7 @@ def test_opcheck(impl, tokens):
     critic = (x, leaf(3), leaf(1), numbers[1], numbers[2], None, 0.2, impl)
     torch.library.opcheck(OPS["value_loss"]._op, critic)
     row = numbers[1].view(1, -1)
-    turn = torch.zeros(1, tokens, dtype=torch.int64)
+    turn = torch.zeros(1, tokens, dtype=torch.int64, device=DEVICE)
     for given in ((row > -9, turn, None), (None, None, flags_from(row > -9, turn))):
         factors = (0.99, 0.95, 1.0, 1.0, True, impl)
         torch.library.opcheck(OPS["tb_gae"]._op, (row, row, *given, None, None, *factors))
@@ -57,8 +58,9 @@ def test_compiles_without_a_graph_break_and_without_recompiling_by_length():
     compiled = torch.compile(whole_step, fullgraph=True, dynamic=True)
     for tokens in (4, 9, 17):
         leaves = [leaf(tokens, 3), leaf(7, 3), leaf(1)]
-        target, turn = torch.arange(tokens) % 7, torch.arange(tokens) // 3
-        rest = (target, leaf(tokens).detach(), leaf(tokens).detach() / 3, torch.ones(tokens, dtype=torch.bool), turn)
+        place = torch.arange(tokens, device=DEVICE)
+        target, turn, action = place % 7, place // 3, place >= 0
+        rest = (target, leaf(tokens).detach(), leaf(tokens).detach() / 3, action, turn)
         found = []
         for step in (whole_step, compiled):
             loss = step(*leaves, *rest)
@@ -111,7 +113,7 @@ def test_replicated_dtensors_are_accepted_and_sharded_ones_refused():
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        hidden, weight, target = leaf(4, 3), leaf(7, 3), torch.arange(4)
+        hidden, weight, target = leaf(4, 3, device="cpu"), leaf(7, 3, device="cpu"), torch.arange(4)
         wanted = linear_logprob(hidden, weight, target).logprob
         replicated = distribute_tensor(weight.detach(), mesh, [Replicate()]).requires_grad_()
         found = linear_logprob(hidden, replicated, target).logprob

@@ -318,8 +318,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Chunks of 32 tokens, 4 pairs at a time, rows below 40 tokens packed: few tokens then take every path."""
-    for name, value in (("CHUNK", 32), ("PAIRS", 4), ("SHORT", 40)):
+    """Chunks of 32 tokens, 2 pairs at a time, rows below 40 tokens packed: few tokens then take every path."""
+    for name, value in (("CHUNK", 32), ("PAIRS", 2), ("SHORT", 40)):
         monkeypatch.setattr(tb_gae_triton, name, value)
 
 
@@ -364,10 +364,10 @@ def test_byte_scan_finds_what_nonzero_finds():
                 assert torch.equal(find_nonzero(x * 8.0), x.nonzero().squeeze(1))
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 33, 64, 65, 300])
+@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 33, 65, 130])
 @pytest.mark.parametrize("factors", [(0.99, 0.95), (1.0, 1.0), (0.9, 0.8, 0.7, 0.6)])
 def test_triton_equals_torch(tokens, factors, small_chunks):
-    """Up to 10 chunks a row, so that the carry needs several reads of pairs."""
+    """Up to 5 chunks a row, so that the carry needs several reads of pairs."""
     batch = random_batch(3, tokens)
     batch.action[1] = False
     given = (batch.rewards, batch.values, batch.action, batch.turn, *factors)
@@ -379,8 +379,8 @@ def test_triton_equals_torch(tokens, factors, small_chunks):
             assert found.dtype == right.dtype and not found.requires_grad
             torch.testing.assert_close(found, right, rtol=2e-5, atol=2e-5)
         assert not ours[0][~batch.action].any() and not ours[1][~batch.action].any()
-        again = tb_gae_with_moments(*given, **extra, impl="triton")
-        assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    again = tb_gae_with_moments(*given, **extra, impl="triton")
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
 
 
 @pytest.mark.parametrize("kept", [0, 40, 99])
@@ -417,8 +417,8 @@ def test_triton_padded_equals_packed_and_padding_changes_nothing(small_chunks):
 
 
 def test_large_values_and_no_discount_keep_their_precision(small_chunks):
-    """|V| near 100 over 2,000 tokens: a float32 sum of deltas would lose 2.6e-4 here."""
-    batch = random_batch(1, 2000, density=1.0, scale=100.0)
+    """|V| near 100: the values cancel inside the recurrence and not, rounded, at its end."""
+    batch = random_batch(1, 600, density=1.0, scale=100.0)
     ours, wanted = batch.run(1.0, 1.0, impl="triton"), batch.run(1.0, 1.0, impl="torch")
     size = float(wanted[1].abs().max())
     assert float((ours[0] - wanted[0]).abs().max()) < 3e-7 * size
