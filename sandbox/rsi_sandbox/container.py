@@ -109,14 +109,15 @@ class DockerSandbox:
 
     def stop(self) -> None:
         """Kill every process; returns when the daemon confirms that the container is stopped."""
-        if self._api("inspect_container")["State"]["Running"]:
-            try:
+        try:
+            if self._shell or not self._ended:  # a verifier's end was heard
                 self._api("kill")
-            except SandboxError:
-                pass  # it ended by itself in between; what counts is the state below
+        except SandboxError:
+            pass  # it ended by itself in between; what counts is the daemon's word below
+        try:
             self._api("wait", timeout=API_SECONDS)
-        if self._api("inspect_container")["State"]["Running"]:
-            raise SandboxError("the container could not be stopped")
+        except SandboxError as error:
+            raise SandboxError(f"the container could not be stopped ({error})") from None
 
     def take(self, paths: Sequence[str]) -> list[File]:
         """Directories and regular files at and below `paths`, bounded in number, bytes and depth."""

