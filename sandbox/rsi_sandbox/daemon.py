@@ -1,5 +1,6 @@
 """The docker backend: one container a sandbox."""
 
+import contextlib
 import os
 import re
 import secrets
@@ -176,9 +177,8 @@ class DockerBackend:
                 self.client.api.start(name)
                 return sandbox
             except BaseException as error:
-                self.remove(name)
-                if sandbox:
-                    sandbox.close()
+                with contextlib.suppress(SandboxError):  # it stays among the live ones, which `close` removes
+                    sandbox.close() if sandbox else self.remove(name)
                 if isinstance(error, FAILURES):
                     raise SandboxError(f"a container could not be started ({error})") from None
                 raise
@@ -235,6 +235,8 @@ class DockerBackend:
         except docker.errors.APIError as error:
             if error.status_code != 409:  # 409: being removed already
                 raise SandboxError(f"container {name} could not be removed ({error.explanation})") from None
+        except FAILURES as error:
+            raise SandboxError(f"container {name} could not be removed ({error})") from None
         with self._lock:
             self._live.pop(name, None)
 
