@@ -14,7 +14,7 @@ SOURCES = {
     "rsi_sandbox": sorted((ROOT / "sandbox" / "rsi_sandbox").rglob("*.py")),
 }
 FILES = [path for paths in SOURCES.values() for path in paths]
-MAX_FILES, MAX_LINES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 55, 9000, 425, 60
+MAX_FILES, MAX_LINES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 62, 10500, 425, 60
 
 
 def imported(path: Path) -> set[str]:
