@@ -57,7 +57,8 @@ read_count() { local k v; while read -r k v; do [[ $k == "$2" ]] && n=$v; done <
 n=0; read_count /sys/fs/cgroup/memory/memory.oom_control oom_kill; read_count /sys/fs/cgroup/memory.events oom_kill
 memory=$n n=0
 read_count /sys/fs/cgroup/pids/pids.events max; read_count /sys/fs/cgroup/pids.events max
-exit $(((memory > $1) + 2 * (n > $2)))
+read -r free size < <(stat -f -c '%a %S' /)
+exit $(((memory > 0) + 2 * (n > 0) + 4 * (free * size < 1048576)))
 """
 
 
@@ -73,7 +74,6 @@ class DockerSandbox:
         self._pending = b""
         self._ended = False
         self._terminals: list[pty.Screen] = []
-        self._counts = {"memory": 0, "processes": 0}
         raw = backend.client.api.attach_socket(name, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
         self._stream: socket.socket = raw._sock
         self._raw = raw
@@ -109,14 +109,15 @@ class DockerSandbox:
 
     def stop(self) -> None:
         """Kill every process; returns when the daemon confirms that the container is stopped."""
-        if self._api("inspect_container")["State"]["Running"]:
-            try:
+        try:
+            if self._shell or not self._ended:  # a verifier's end was heard
                 self._api("kill")
-            except SandboxError:
-                pass  # it ended by itself in between; what counts is the state below
+        except SandboxError:
+            pass  # it ended by itself in between; what counts is the daemon's word below
+        try:
             self._api("wait", timeout=API_SECONDS)
-        if self._api("inspect_container")["State"]["Running"]:
-            raise SandboxError("the container could not be stopped")
+        except SandboxError as error:
+            raise SandboxError(f"the container could not be stopped ({error})") from None
 
     def take(self, paths: Sequence[str]) -> list[File]:
         """Directories and regular files at and below `paths`, bounded in number, bytes and depth."""
@@ -177,11 +178,11 @@ class DockerSandbox:
         return screen
 
     def exhausted(self, suspected: set[str]) -> tuple[str, ...]:
-        """Which of the resources a command's output complains of did run out, by the kernel's own counts."""
-        before = self._counts
-        flags = self._script(_EXHAUSTED, str(before["memory"]), str(before["processes"]))
-        found = {name for name, bit in (("memory", 1), ("processes", 2)) if flags & bit and name in suspected}
-        return tuple(sorted(found | (suspected & {"disk"})))
+        """Which of the resources a command's output complains of did run out, by the kernel's own
+        counts since the container's start."""
+        flags = self._script(_EXHAUSTED)
+        bits = {"memory": 1, "processes": 2, "disk": 4}
+        return tuple(sorted(name for name in suspected if flags & bits[name]))
 
     def close(self) -> None:
         """Remove the container; harmless when repeated."""

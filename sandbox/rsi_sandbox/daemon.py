@@ -1,5 +1,6 @@
 """The docker backend: one container a sandbox."""
 
+import contextlib
 import os
 import re
 import secrets
@@ -141,22 +142,13 @@ class DockerBackend:
             try:
                 with self._lock:
                     self._live[name] = variables
-                self.client.containers.create(
-                    image,
-                    command,
-                    name=name,
-                    hostname="sandbox",
-                    working_dir=task.workdir,
-                    entrypoint=[],
-                    user=user or "root",
-                    environment=variables,
-                    stdin_open=True,
-                    labels=self.labels,
-                    volumes=volumes,
-                    nano_cpus=int(task.cpus * 1e9) or None,
+                api = self.client.api  # whose calls, unlike the client's, make no inspection of their own
+                limits = api.create_host_config(
+                    binds=volumes,
                     network_mode="bridge" if task.network else "none",
                     mem_limit=task.memory_mb << 20,
                     memswap_limit=task.memory_mb << 20,
+                    nano_cpus=int(task.cpus * 1e9) or None,
                     pids_limit=AGENT_PROCESSES,
                     restart_policy={"Name": "no"},
                     cap_drop=["NET_RAW", "MKNOD", "AUDIT_WRITE", "SETFCAP"],
@@ -167,14 +159,26 @@ class DockerBackend:
                         Ulimit(name="core", soft=0, hard=0),
                     ],
                 )
+                api.create_container(
+                    image,
+                    command,
+                    name=name,
+                    hostname="sandbox",
+                    working_dir=task.workdir,
+                    entrypoint=[],
+                    user=user or "root",
+                    environment=variables,
+                    stdin_open=True,
+                    labels=self.labels,
+                    host_config=limits,
+                )
                 self.client.api.put_archive(name, "/", pack(files))
                 sandbox = DockerSandbox(self, name, user or "root")
                 self.client.api.start(name)
                 return sandbox
             except BaseException as error:
-                self.remove(name)
-                if sandbox:
-                    sandbox.close()
+                with contextlib.suppress(SandboxError):  # it stays among the live ones, which `close` removes
+                    sandbox.close() if sandbox else self.remove(name)
                 if isinstance(error, FAILURES):
                     raise SandboxError(f"a container could not be started ({error})") from None
                 raise
@@ -231,6 +235,8 @@ class DockerBackend:
         except docker.errors.APIError as error:
             if error.status_code != 409:  # 409: being removed already
                 raise SandboxError(f"container {name} could not be removed ({error.explanation})") from None
+        except FAILURES as error:
+            raise SandboxError(f"container {name} could not be removed ({error})") from None
         with self._lock:
             self._live.pop(name, None)
 

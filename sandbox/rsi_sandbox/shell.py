@@ -164,7 +164,6 @@ _SIGNS = {
     "processes": re.compile(r"fork: (retry: )?Resource temporarily unavailable|[Cc]annot fork|can't start new thread"),
     "disk": re.compile(r"No space left on device|Disk quota exceeded|File size limit exceeded|File too large"),
 }
-_STATUS = {137: "memory", 153: "disk", 254: "processes"}
 
 
 class Channel(Protocol):
@@ -235,8 +234,10 @@ class Shell:
         return Result(text, None, limit, dropped, self._exhausted(text, None))
 
     def _exhausted(self, text: str, status: int | None) -> tuple[str, ...]:
-        suspected = {name for name, sign in _SIGNS.items() if sign.search(text)} | {_STATUS.get(status or 0, "")} - {""}
-        return self.channel.exhausted(suspected) if suspected else ()
+        suspected = {name for name, sign in _SIGNS.items() if sign.search(text)}
+        suspected |= {"memory"} if status == 137 else set()
+        certain = ("disk",) if status == 153 else ()  # the signal for a file above its size limit
+        return certain or (self.channel.exhausted(suspected) if suspected else ())
 
     def _learn(self, end: "_End") -> None:
         self.process = end.process
