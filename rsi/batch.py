@@ -81,7 +81,8 @@ def gather_predictors(output_BT: Tensor, batch: MicroBatch) -> Tensor:
 def collate(trajectories: Sequence[Trajectory], indices: Sequence[int], pad: int) -> MicroBatch:
     """Right-pad the chosen trajectories to one length, a multiple of 16.
 
-    Trajectories without any action token are fine. `logprob` may be empty (supervised records); it is then 0.
+    Trajectories without any action token are fine, and so are none: the result then has one row of padding, so
+    that a rank without work can join every collective. `logprob` may be empty (supervised records); it is then 0.
 
     Raises:
         ValueError: arrays of different lengths, an action token without a turn, or one at the very start.
@@ -89,7 +90,7 @@ def collate(trajectories: Sequence[Trajectory], indices: Sequence[int], pad: int
     chosen = [trajectories[index] for index in indices]
     for index, trajectory in zip(indices, chosen, strict=True):
         _check_record(index, trajectory)
-    shape = (len(chosen), padded_length(max((len(x.ids) for x in chosen), default=0)))
+    shape = (max(len(chosen), 1), padded_length(max((len(x.ids) for x in chosen), default=0)))
     ids_BT = torch.full(shape, pad, dtype=torch.int64)
     action_BT = torch.zeros(shape, dtype=torch.bool)
     turn_BT = torch.full(shape, -1, dtype=torch.int64)
@@ -110,22 +111,6 @@ def collate(trajectories: Sequence[Trajectory], indices: Sequence[int], pad: int
         target_N=ids_BT[action_BT],
         row_N=action_BT.nonzero()[:, 0],
         indices=tuple(indices),
-    )
-
-
-def dummy_micro_batch(pad: int) -> MicroBatch:
-    """One row without action tokens, so that a rank with no work can join every collective."""
-    empty = torch.zeros(0, dtype=torch.int64)
-    shape = (1, LENGTH_MULTIPLE)
-    return MicroBatch(
-        ids_BT=torch.full(shape, pad, dtype=torch.int64),
-        action_BT=torch.zeros(shape, dtype=torch.bool),
-        turn_BT=torch.full(shape, -1, dtype=torch.int64),
-        logprob_N=torch.zeros(0, dtype=torch.float32),
-        predictor_N=empty,
-        target_N=empty,
-        row_N=empty,
-        indices=(),
     )
 
 
@@ -163,11 +148,21 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int
     return plan
 
 
+def deal(groups: Sequence[list[int]], rank: int, ranks: int) -> list[list[int]]:
+    """One rank's micro-batches of an optimizer step: every rank gets as many, some of them empty if need be.
+
+    Dealt back and forth (0, 1, …, 1, 0, 0, 1, …), so that groups that come largest first end up balanced.
+    """
+    rounds = -(-len(groups) // ranks)
+    places = (number * ranks + (rank if number % 2 == 0 else ranks - 1 - rank) for number in range(rounds))
+    return [groups[place] if place < len(groups) else [] for place in places]
+
+
 def plan_step(lengths: Sequence[int], minibatches: int, max_tokens: int, seed: int) -> list[list[list[int]]]:
     """Deal a rollout into `minibatches` optimizer steps, each a list of micro-batches of indices.
 
     The deal is a seeded shuffle; sizes differ by at most one. Always `minibatches` entries (empty ones when
-    there are fewer trajectories), so that every rank takes the same number of optimizer steps.
+    there are fewer trajectories); it depends on nothing but the arguments, so every rank makes the same plan.
     """
     if minibatches < 1:
         raise ValueError(f"minibatches must be at least 1, got {minibatches}")
@@ -182,5 +177,5 @@ def plan_step(lengths: Sequence[int], minibatches: int, max_tokens: int, seed: i
 
 
 def count_actions(trajectories: Sequence[Trajectory], indices: Sequence[int]) -> int:
-    """Action tokens of an optimizer step on this rank; their sum over ranks is its losses' one normaliser."""
+    """Action tokens of an optimizer step, whichever rank they are on: its losses' one normaliser."""
     return sum(sum(trajectories[index].action) for index in indices)

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from rsi import __version__
+from rsi import __version__, distributed
 from rsi.config import Config, UserError, differences, from_record, to_record
 from rsi.stages import Stage, schedule
 
@@ -36,11 +36,11 @@ Parts = Mapping[str, tuple[nn.Module, Sequence[torch.optim.Optimizer]]]
 
 @dataclass
 class Run:
-    """An open run folder; `lock` keeps a second process out."""
+    """An open run folder; the first rank's `lock` keeps a second run out."""
 
     folder: Path
     config: Config
-    lock: TextIO
+    lock: TextIO | None
 
     def path(self, stage: str) -> Path:
         """The finished folder of a stage."""
@@ -63,6 +63,12 @@ class Run:
         """
         final = self.path(stage.name)
         partial = final.with_name(final.name + PARTIAL)
+        if distributed.first():
+            self._cut_back(stage, partial)
+        distributed.meet(f"{stage.name} begun")
+        return partial
+
+    def _cut_back(self, stage: Stage, partial: Path) -> None:
         saved = read_progress(partial)
         files = self.appended(stage.name)
         if saved is None or any(files.get(name, -1) < size for name, size in saved["files"].items()):
@@ -79,7 +85,6 @@ class Run:
             else:
                 (self.folder / name).unlink()
         partial.mkdir(parents=True, exist_ok=True)
-        return partial
 
     def appended(self, stage: str) -> dict[str, int]:
         """The size in bytes of every file that the stage appends to, by its path in the run folder."""
@@ -91,16 +96,19 @@ class Run:
         """Make the stage count: its record, a flush to disk, the rename, then `stages.json`."""
         final = self.path(stage.name)
         partial = final.with_name(final.name + PARTIAL)
-        write_atomically(partial / "stage.json", json.dumps(record, indent=1) + "\n")
-        os.sync()
-        partial.rename(final)
+        if distributed.first():
+            write_atomically(partial / "stage.json", json.dumps(record, indent=1) + "\n")
+            os.sync()
+            partial.rename(final)
+        distributed.meet(f"{stage.name} finished")
         self.write_stages()
 
     def write_stages(self) -> list[dict[str, Any]]:
         """Write `stages.json` from the finished stages' records; returns them in order."""
         done = self.done()
         records = [self.record(stage.name) for stage in schedule(self.config) if stage.name in done]
-        write_atomically(self.folder / "stages.json", json.dumps(records, indent=1) + "\n")
+        if distributed.first():
+            write_atomically(self.folder / "stages.json", json.dumps(records, indent=1) + "\n")
         return records
 
 
@@ -147,8 +155,10 @@ class Progress:
         if parts is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             target = self.folder / f"{position:06d}"
-            shutil.rmtree(target, ignore_errors=True)
-            writing = dcp.async_save(state_of(parts), checkpoint_id=target)
+            if distributed.first():
+                shutil.rmtree(target, ignore_errors=True)
+            distributed.meet("save")
+            writing = dcp.async_save(state_of(parts), checkpoint_id=target, process_group=distributed.saving_group())
             assert isinstance(writing, Future)
             self.writing = writing
 
@@ -158,16 +168,19 @@ class Progress:
             return
         if self.writing is not None:
             self.writing.result()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / "progress.json", json.dumps(self.record) + "\n")
-        for old in sorted(path for path in self.folder.iterdir() if path.is_dir())[:-KEEP]:
-            shutil.rmtree(old)
+        distributed.meet("saved")
+        if distributed.first():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.folder / "progress.json", json.dumps(self.record) + "\n")
+            for old in sorted(path for path in self.folder.iterdir() if path.is_dir())[:-KEEP]:
+                shutil.rmtree(old)
         self.writing = self.record = None
 
     def close(self) -> None:
         """The stage is done: nothing of it needs to be gone on with."""
         self.flush()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if distributed.first():
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:
@@ -190,6 +203,13 @@ def state_of(parts: Parts) -> dict[str, Any]:
 
 def open_run(config: Config) -> Run:
     """Create the run folder or reopen it; another configuration or a live owner is refused."""
+    lock = own_folder(config) if distributed.first() else None
+    distributed.meet("run folder")
+    return Run(config.folder, config, lock)
+
+
+def own_folder(config: Config) -> TextIO:
+    """Make sure that this process alone has the run's folder, and that it holds this configuration."""
     folder = config.folder
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is not a folder: choose another --name")
@@ -209,7 +229,7 @@ def open_run(config: Config) -> Run:
             )
     else:
         write_atomically(path, json.dumps({"config": record, **versions()}, indent=1) + "\n")
-    return Run(folder, config, lock)
+    return lock
 
 
 def read_config(folder: Path) -> Config:

@@ -60,9 +60,9 @@ class Rollout:
     """How attempts are made."""
 
     slots: int = 128
-    """Attempts that sample together."""
+    """Attempts that sample together, on all ranks."""
     workers: int = 8
-    """Threads that drive sandboxes."""
+    """Threads of one rank that drive sandboxes."""
     threads: int = 1
     """CPU threads that sampling uses; the sandboxes want the others."""
     max_length: int = 512
@@ -151,6 +151,8 @@ class Rpr:
     whiten: bool = False
     """Whiten advantages over the step's action tokens."""
     max_grad_norm: float = 1.0
+    max_logprob_gap: float = 0.1
+    """Mean difference between sampler's and trainer's log-probs, in nats, above which the run stops."""
     fdr_cap: float = 1.0
     spr_failure: float = 0.5
     """c of the success-prioritised reward: a failure earns c·min(FDR, 1) < 1."""
@@ -188,9 +190,15 @@ class Config:
     sandbox: Literal["local", "docker", "auto"] = "local"
     """Where commands run and verifiers judge."""
     threads: int = 2
-    """CPU threads of the trainer."""
+    """CPU threads of the trainer, shared by the ranks of one machine."""
     micro_batch_tokens: int = 2048
-    """Padded tokens of one forward and backward pass."""
+    """Padded tokens of one forward and backward pass of one rank."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of the trainer's passes; weights, moments and reductions are float32."""
+    recompute: bool = False
+    """Keep only the layers' inputs for the backward pass and compute the rest again."""
+    offload: bool = False
+    """Keep weights and moments in the CPU's memory between their uses."""
     save_every: int = 5
     """Training steps between two saved positions; a killed run goes on from the last one."""
     dry_run: bool = False

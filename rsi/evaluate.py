@@ -18,8 +18,8 @@ from rsi.chat import Chat
 from rsi.config import SUITES
 from rsi.harness import get_harness
 from rsi.model import Transformer
-from rsi.rollout import Engine, Job, collect
-from rsi.session import Pool, Session, seed_of
+from rsi.rollout import Engine, Job
+from rsi.session import Session, seed_of
 from rsi.trajectory import Trajectory
 
 TARGET = "terminus"
@@ -36,18 +36,19 @@ def evaluate(session: Session, stage: str, source: str, actor: Transformer, chat
     before = json.loads((session.run.path(source) / "evaluation.json").read_text()) if source else None
     with session.log.progress(f"{stage} evaluation") as report:
         engine = session.engine(actor, chat, report)
-        outcomes = attempt_all(
-            engine, session.evaluation, session.attempts(stage, "evaluation"), session.config.evaluate.greedy
-        )
-    (folder / "evaluation.json").write_text(json.dumps(outcomes), encoding="utf-8")
+        outcomes = attempt_all(session, stage, "evaluation", engine, session.config.evaluate.greedy)
+    session.write(folder / "evaluation.json", [json.dumps(outcomes)])
     return summarise(outcomes, before)
 
 
-def attempt_all(engine: Engine, pool: Pool, path: Path, greedy: bool) -> dict[str, dict[str, list[float]]]:
+def attempt_all(
+    session: Session, stage: str, name: str, engine: Engine, greedy: bool
+) -> dict[str, dict[str, list[float]]]:
     """Per suite: `strict`, `process` and `greedy` of every task, in the pool's order."""
+    pool = session.evaluation
     tasks = [task for suite in SUITES for task in pool[suite]]
-    sampled = attempt_each(engine, tasks, path, None)
-    best = attempt_each(engine, tasks, path.with_stem(path.stem + "-greedy"), 0.0) if greedy else None
+    sampled = attempt_each(session, stage, name, engine, tasks, None)
+    best = attempt_each(session, stage, f"{name}-greedy", engine, tasks, 0.0) if greedy else None
     outcomes, start = {}, 0
     for suite in SUITES:
         part = slice(start, start + len(pool[suite]))
@@ -61,16 +62,18 @@ def attempt_all(engine: Engine, pool: Pool, path: Path, greedy: bool) -> dict[st
     return outcomes
 
 
-def attempt_each(engine: Engine, tasks: Sequence[Task], path: Path, temperature: float | None) -> list[Trajectory]:
+def attempt_each(
+    session: Session, stage: str, name: str, engine: Engine, tasks: Sequence[Task], temperature: float | None
+) -> list[Trajectory]:
     """One attempt a task; the machine's failures are retried, then count as the policy's."""
     harness = get_harness(TARGET, engine.settings.prompt_style)
     jobs = [Job(task, seed_of("evaluation", task.name)) for task in tasks]
-    records = collect(jobs, harness, engine, path, temperature)
+    records = session.collect(stage, name, jobs, harness, engine, temperature)
     for _ in range(RETRIES):
         failed = [position for position, record in enumerate(records) if record.end == "infra_error"]
         if not failed:
             break
-        again = collect([jobs[position] for position in failed], harness, engine, path, temperature)
+        again = session.collect(stage, name, [jobs[place] for place in failed], harness, engine, temperature)
         for position, record in zip(failed, again, strict=True):
             records[position] = record
     broken = [record for record in records if record.end == "infra_error"]
@@ -149,12 +152,10 @@ def evaluate_published(run_folder: Path, tasks: int) -> list[dict[str, Any]]:
 
     The outcome of every task goes to `published.json`; where that file is, it is read and nothing runs.
     """
-    import torch
-    from rsi_sandbox import open_backend
-
+    from rsi import distributed
     from rsi.checkpoint import open_run, read_config, write_atomically
     from rsi.metrics import Log
-    from rsi.session import load_pool, write_tasks
+    from rsi.session import load_pool, open_session, write_tasks
     from rsi.weights import load_actor, load_tokenizer
 
     config = read_config(run_folder)
@@ -162,26 +163,22 @@ def evaluate_published(run_folder: Path, tasks: int) -> list[dict[str, Any]]:
     records = run.write_stages()
     path = run_folder / "published.json"
     if not path.exists():
-        torch.set_num_threads(config.threads)
         folder = run_folder / "published"
         shutil.rmtree(folder, ignore_errors=True)
         write_tasks(folder, "published", tasks, 0, config.families)
         pool, log, found = load_pool(folder), Log(run_folder), {}
-        with open_backend(config.sandbox, run=f"{run_folder.name}-published") as backend:
-            session = Session(
-                run, log, backend, torch.device("cuda" if torch.cuda.is_available() else "cpu"), pool, pool
-            )
+        with open_session(run, log, distributed.find_device(), pool, pool) as session:
             for record in records:
-                actor = load_actor(run.path(record["stage"]) / "actor").to(session.device)
-                chat = Chat(
-                    load_tokenizer(run.path(record["stage"]) / "actor"), actor.config, run.config.rollout.thinking
-                )
-                with log.progress(f"{record['stage']} published") as report:
+                stage = record["stage"]
+                actor = load_actor(run.path(stage) / "actor").to(session.device)
+                tokenizer = load_tokenizer(run.path(stage) / "actor")
+                chat = Chat(tokenizer, actor.config, run.config.rollout.thinking)
+                with log.progress(f"{stage} published") as report:
                     engine = session.engine(actor, chat, report)
-                    attempts = session.attempts(record["stage"], "published")
-                    attempts.unlink(missing_ok=True)
-                    found[record["stage"]] = attempt_all(engine, pool, attempts, greedy=True)
-                log.say(f"{record['stage']} measured on the published tasks")
+                    for old in session.attempts(stage, "published").parent.glob("published*.jsonl"):
+                        old.unlink()
+                    found[stage] = attempt_all(session, stage, "published", engine, greedy=True)
+                log.say(f"{stage} measured on the published tasks")
         write_atomically(path, json.dumps(found))
     outcomes = json.loads(path.read_text(encoding="utf-8"))
     return [

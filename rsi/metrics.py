@@ -20,13 +20,18 @@ SHOWN = (
 
 
 class Log:
-    """Writes a run's metrics and messages; `log.txt` holds what the screen showed."""
+    """Writes a run's metrics and messages; `log.txt` holds what the screen showed.
 
-    def __init__(self, folder: Path) -> None:
+    Of several ranks the first alone shows anything and writes metrics; the others have a `log.<rank>.txt`.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
         # A log file has no width that a table would have to fit into.
-        self.console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
-        self.text = (folder / "log.txt").open("a", encoding="utf-8", buffering=1)
-        self.metrics = folder / "metrics.jsonl"
+        width = None if sys.stdout.isatty() else 160
+        self.console = Console(highlight=False, soft_wrap=True, width=width, quiet=rank > 0)
+        name = f"log.{rank}.txt" if rank else "log.txt"
+        self.text = (folder / name).open("a", encoding="utf-8", buffering=1)
+        self.metrics = None if rank else folder / "metrics.jsonl"
 
     def say(self, message: str) -> None:
         """One line to the screen and to `log.txt`, with the time of day in the latter."""
@@ -38,15 +43,16 @@ class Log:
         # JSON knows no NaN: what is undefined (the explained variance of equal returns) is null.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record: dict[str, Any] = {"stage": stage, "phase": phase, "step": step, **finite}
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        if self.metrics:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
         shown = (f"{name.split('/')[-1]} {values[name]:.4g}" for name in SHOWN if name in values)
         self.say(f"{stage} {phase} {step}/{of}  {'  '.join(shown)}")
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Any]:
         """A `report(done, of)` function behind a bar; silent where the screen is no terminal."""
-        if not sys.stdout.isatty():
+        if not sys.stdout.isatty() or self.console.quiet:
             yield lambda done, of: None
             return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -394,4 +394,4 @@ class Critic(nn.Module):
     def forward(self, ids_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """float32 values [B, T]: at t the value of the state after token t, before token t + 1 is sampled."""
         hidden_BTD = self.model(ids_BT, cu_seqlens)
-        return F.linear(hidden_BTD.float(), self.value_head.weight, self.value_head.bias)[..., 0]
+        return self.value_head(hidden_BTD.float())[..., 0]

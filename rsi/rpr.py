@@ -6,6 +6,7 @@ updates the critic before the actor.
 """
 
 import copy
+import itertools
 import math
 import random
 import time
@@ -19,14 +20,15 @@ from rsi_kernels import tb_gae
 from rsi_sandbox import SandboxError, Task
 from torch import Tensor
 
-from rsi import ppo, rewards
-from rsi.batch import MicroBatch, collate, count_actions, plan_step
+from rsi import distributed, ppo, rewards
+from rsi.batch import MicroBatch, collate, count_actions, deal, plan_step
 from rsi.chat import Chat
-from rsi.config import SUITES, Rpr
+from rsi.checkpoint import Parts
+from rsi.config import SUITES, Config, Rpr
 from rsi.evaluate import TARGET
 from rsi.harness import get_harness
 from rsi.model import Critic, Transformer
-from rsi.rollout import Job, collect
+from rsi.rollout import Job
 from rsi.session import Pool, Session
 from rsi.stages import Stage
 from rsi.trajectory import ENDS, Trajectory
@@ -48,6 +50,13 @@ class Learner:
     critic_optimizer: torch.optim.Optimizer
     reference: Transformer | None
 
+    def parts(self) -> Parts:
+        """What is saved of it."""
+        return {
+            "actor": (self.actor, [self.actor_optimizer]),
+            "critic": (self.critic, [self.critic_optimizer]),
+        }
+
 
 @dataclass
 class Prepared:
@@ -66,24 +75,32 @@ def refine(session: Session, stage: Stage, actor: Transformer, critic: Critic | 
     settings = session.config.rpr
     fresh = Critic.from_actor(actor)
     critic = critic or fresh
+    loop = Loop(session, stage, make_learner(session.config, stage, actor, critic), chat)
+    steps = plan_stage(settings, stage, len(session.train["swr"]))
+    parts = loop.learner.parts()
+    start = session.progress.load(parts)
+    for position, step in enumerate(steps[start:], start):
+        rival = fresh if stage.critic == "inherit" and (step.phase, step.number) == ("calibration", 0) else None
+        metrics = loop.step(step, rival)
+        session.finished(position + 1, len(steps), parts, metrics)
+    return critic
+
+
+def make_learner(config: Config, stage: Stage, actor: Transformer, critic: Critic) -> Learner:
+    """Spread both networks over the ranks and give them optimizers."""
+    settings = config.rpr
+    reference = copy.deepcopy(actor).requires_grad_(False) if settings.kl_coefficient else None
+    for network in (actor, critic, reference):
+        if network is not None:
+            distributed.spread(network, config.precision, config.recompute, config.offload)
     actor_lr = settings.actor_lr if stage.round == 1 else settings.actor_lr_later
-    learner = Learner(
+    return Learner(
         actor,
         critic,
         torch.optim.AdamW(actor.parameters(), actor_lr, BETAS, weight_decay=0.0),
         torch.optim.AdamW(critic.parameters(), settings.critic_lr, BETAS, weight_decay=0.0),
-        copy.deepcopy(actor).requires_grad_(False) if settings.kl_coefficient else None,
+        reference,
     )
-    loop = Loop(session, stage, learner, chat)
-    steps = plan_stage(settings, stage, len(session.train["swr"]))
-    parts = {"actor": (actor, [learner.actor_optimizer]), "critic": (critic, [learner.critic_optimizer])}
-    assert session.progress is not None
-    start = session.progress.load(parts)
-    for position, step in enumerate(steps[start:], start):
-        rival = fresh if stage.critic == "inherit" and (step.phase, step.number) == ("calibration", 0) else None
-        loop.step(step, rival)
-        session.finished(position + 1, len(steps), parts)
-    return critic
 
 
 class Step(NamedTuple):
@@ -119,51 +136,69 @@ class Loop:
         self.harness = get_harness(TARGET, session.config.rollout.prompt_style)
         self.scale = family_scales(session.train)
 
-    def step(self, step: Step, rival: Critic | None = None) -> None:
-        """Collect attempts, judge, update. `rival` is another critic to score on the same batch."""
-        phase, number, of, suites, attempts = step
-        train_actor = phase == "joint"
+    def step(self, step: Step, rival: Critic | None = None) -> dict[str, float]:
+        """Collect attempts, judge, update; returns the metrics. `rival` is another critic to score on the batch."""
         begun = time.monotonic()
-        seed = self.session.seed(self.stage.name, phase, number)
-        tasks = draw(self.session.train, suites, attempts, number, self.session.seed(self.stage.name, phase))
-        jobs = [Job(task, self.session.seed(seed, position)) for position, task in enumerate(tasks)]
-        with self.session.log.progress(f"{self.stage.name} {phase} {number + 1}") as report:
-            # A sampler of its own: what a step draws does not depend on which steps this process made before.
-            engine = self.session.engine(self.learner.actor, self.chat, report)
-            records = collect(jobs, self.harness, engine, self.session.attempts(self.stage.name, phase))
+        records = self.collect(step)
         collected = time.monotonic()
         metrics = rollout_metrics(records)
         usable = [record for record in records if record.end != "infra_error"]
         if not usable:
-            raise SandboxError(f"every attempt of {phase} step {number + 1} failed: {records[0].error}")
-        scores = [self.score(record) for record in usable]
-        metrics["reward/mean"] = sum(scores) / len(scores)
-        if self.settings.control == "shuffled_rewards":
-            random.Random(seed).shuffle(scores)
-        lengths = [len(record.ids) for record in usable]
-        plan = plan_step(lengths, self.settings.minibatches, self.session.config.micro_batch_tokens, seed)
-        prepared = [[self.prepare(usable, scores, group) for group in minibatch] for minibatch in plan]
-        everything = [entry for minibatch in prepared for entry in minibatch]
-        metrics |= self.describe(everything, rival)
-        if self.settings.whiten:
-            whiten(everything)
-        sums: list[ppo.Metrics] = []
-        total = 0
-        for _ in range(self.settings.epochs if train_actor else self.settings.critic_only_epochs):
-            for indices, minibatch in zip(plan, prepared, strict=True):
-                tokens = count_actions(usable, [index for group in indices for index in group])
-                total += tokens
-                metrics["critic/grad_norm"] = self.update_critic(minibatch, tokens, sums)
-                if train_actor:
-                    metrics["actor/grad_norm"] = self.update_actor(minibatch, tokens, sums)
-        metrics |= ppo.average_metrics(sums, total)
-        metrics["actor/lr"] = self.learner.actor_optimizer.param_groups[0]["lr"] if train_actor else 0.0
+            raise SandboxError(f"every attempt of {step.phase} step {step.number + 1} failed: {records[0].error}")
+        metrics |= self.learn(step, usable, rival)
         metrics["timing_s/rollout"] = collected - begun
         metrics["timing_s/update"] = time.monotonic() - collected
         metrics["timing_s/step"] = time.monotonic() - begun
-        self.session.log.step(self.stage.name, phase, number + 1, of, metrics)
-        if train_actor:
-            self.watch_turns(number, metrics["rollout/turns"])
+        self.session.log.step(self.stage.name, step.phase, step.number + 1, step.of, metrics)
+        if math.isnan(metrics["critic/grad_norm"]) or math.isnan(metrics.get("actor/grad_norm", 0.0)):
+            self.session.set_aside(self.stage.name, step.phase, step.number + 1, usable)
+        if step.phase == "joint":
+            self.watch_turns(step.number, metrics["rollout/turns"])
+        return metrics
+
+    def collect(self, step: Step) -> list[Trajectory]:
+        """The step's attempts."""
+        session, name, phase = self.session, self.stage.name, step.phase
+        tasks = draw(session.train, step.suites, step.attempts, step.number, session.seed(name, phase))
+        seed = session.seed(name, phase, step.number)
+        jobs = [Job(task, session.seed(seed, position)) for position, task in enumerate(tasks)]
+        with session.log.progress(f"{name} {phase} {step.number + 1}") as report:
+            # A sampler of its own: what a step draws does not depend on which steps this process made before.
+            engine = session.engine(self.learner.actor, self.chat, report)
+            return session.collect(name, phase, jobs, self.harness, engine)
+
+    def learn(self, step: Step, records: Sequence[Trajectory], rival: Critic | None = None) -> dict[str, float]:
+        """Judge the attempts and update critic and, in "joint", actor; every rank is given all of them."""
+        settings, train_actor = self.settings, step.phase == "joint"
+        seed = self.session.seed(self.stage.name, step.phase, step.number)
+        scores = [self.score(record) for record in records]
+        found = {"reward/mean": sum(scores) / len(scores)}
+        if settings.control == "shuffled_rewards":
+            random.Random(seed).shuffle(scores)
+        lengths = [len(record.ids) for record in records]
+        plan = plan_step(lengths, settings.minibatches, self.session.config.micro_batch_tokens, seed)
+        shares = [deal(groups, distributed.rank(), distributed.world()) for groups in plan]
+        prepared = [[self.prepare(records, scores, group) for group in share] for share in shares]
+        everything = [entry for minibatch in prepared for entry in minibatch]
+        found |= self.describe(everything, rival)
+        if settings.whiten:
+            whiten(everything)
+        sums: list[ppo.Metrics] = []
+        norms: dict[str, list[float]] = {"critic/grad_norm": []}
+        total = 0
+        for _ in range(settings.epochs if train_actor else settings.critic_only_epochs):
+            for groups, minibatch in zip(plan, prepared, strict=True):
+                tokens = count_actions(records, [index for group in groups for index in group])
+                total += tokens
+                share = tokens / distributed.world()  # gradients are averaged over the ranks
+                norms["critic/grad_norm"].append(self.update_critic(minibatch, share, sums))
+                if train_actor:
+                    norms.setdefault("actor/grad_norm", []).append(self.update_actor(minibatch, share, sums))
+        # The last one, unless one of them was not finite: then that is what has to be seen.
+        found |= {name: each[-1] if math.isfinite(sum(each)) else math.nan for name, each in norms.items()}
+        found |= ppo.average_metrics(itertools.chain(*distributed.gather("metrics", sums)), total)
+        found["actor/lr"] = self.learner.actor_optimizer.param_groups[0]["lr"] if train_actor else 0.0
+        return found
 
     def score(self, record: Trajectory) -> float:
         """The stage's reward of one attempt."""
@@ -181,7 +216,8 @@ class Loop:
         temperature = self.session.config.rollout.temperature
         old_logprob, _ = ppo.action_logprobs(self.learner.actor, batch, temperature)
         old_value = ppo.action_values(self.learner.critic, batch)
-        score_B = torch.tensor([scores[index] for index in indices], device=self.session.device)
+        # Without attempts the batch is one row of padding.
+        score_B = torch.tensor([scores[index] for index in indices] or [0.0], device=self.session.device)
         advantage_BT, returns_BT = tb_gae(
             rewards.terminal_rewards(batch.action_BT, score_B),
             batch.scatter(old_value),
@@ -199,11 +235,11 @@ class Loop:
 
     @torch.no_grad()
     def describe(self, prepared: Sequence[Prepared], rival: Critic | None) -> dict[str, float]:
-        """Metrics of the whole step before any update."""
-        old_value = torch.cat([entry.old_value for entry in prepared])
-        returns = torch.cat([entry.returns for entry in prepared])
-        advantage = torch.cat([entry.advantage for entry in prepared])
-        gap = torch.cat([entry.old_logprob - entry.batch.logprob_N for entry in prepared])
+        """Metrics of the whole step, on every rank, before any update."""
+        old_value = gather_tokens("values", [entry.old_value for entry in prepared])
+        returns = gather_tokens("returns", [entry.returns for entry in prepared])
+        advantage = gather_tokens("advantages", [entry.advantage for entry in prepared])
+        gap = gather_tokens("log-probs", [entry.old_logprob - entry.batch.logprob_N for entry in prepared])
         found = {
             "critic/vf_explained_var": ppo.explained_variance(old_value, returns),
             "critic/returns/mean": float(returns.mean()),
@@ -214,11 +250,11 @@ class Loop:
             "rollout/logprob_gap_max": float(gap.abs().max()),
         }
         if rival is not None:
-            values = torch.cat([ppo.action_values(rival, entry.batch) for entry in prepared])
+            values = gather_tokens("rival values", [ppo.action_values(rival, entry.batch) for entry in prepared])
             found["critic/fresh_vf_explained_var"] = ppo.explained_variance(values, returns)
         return found
 
-    def update_critic(self, minibatch: Sequence[Prepared], tokens: int, sums: list[ppo.Metrics]) -> float:
+    def update_critic(self, minibatch: Sequence[Prepared], tokens: float, sums: list[ppo.Metrics]) -> float:
         """One optimizer step on the value loss; returns the gradient norm before clipping."""
         self.learner.critic_optimizer.zero_grad()
         for entry in minibatch:
@@ -226,9 +262,11 @@ class Loop:
             loss, found = ppo.value_loss(value, entry.old_value, entry.returns, None, tokens, self.settings.value_clip)
             loss.backward()
             sums.append(found)
-        return clip_and_step(self.learner.critic, self.learner.critic_optimizer, self.settings)
+        return distributed.optimizer_step(
+            self.learner.critic, self.learner.critic_optimizer, self.settings.max_grad_norm
+        )
 
-    def update_actor(self, minibatch: Sequence[Prepared], tokens: int, sums: list[ppo.Metrics]) -> float:
+    def update_actor(self, minibatch: Sequence[Prepared], tokens: float, sums: list[ppo.Metrics]) -> float:
         """One optimizer step on the policy loss; returns the gradient norm before clipping."""
         settings = self.settings
         self.learner.actor_optimizer.zero_grad()
@@ -249,11 +287,10 @@ class Loop:
             )  # fmt: skip
             loss.backward()
             sums.append(found)
-        return clip_and_step(self.learner.actor, self.learner.actor_optimizer, settings)
+        return distributed.optimizer_step(self.learner.actor, self.learner.actor_optimizer, settings.max_grad_norm)
 
     def watch_turns(self, number: int, turns: float) -> None:
         """Say so, once, when attempts grow much longer than they were."""
-        assert self.session.progress is not None
         notes = self.session.progress.notes
         if number == 0:
             notes["first_turns"] = turns
@@ -303,15 +340,14 @@ def rollout_metrics(records: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
+def gather_tokens(what: str, parts: Sequence[Tensor]) -> Tensor:
+    """One value a token from all ranks, the same on every rank."""
+    mine = torch.cat([part.cpu() for part in parts])
+    return torch.cat(distributed.gather(what, mine))
+
+
 def whiten(prepared: Sequence[Prepared]) -> None:
-    """Whiten the advantages of the whole step in place."""
-    whole = ppo.whiten(torch.cat([entry.advantage for entry in prepared]))
-    for entry, part in zip(prepared, whole.split([len(entry.advantage) for entry in prepared]), strict=True):
-        entry.advantage = part
-
-
-def clip_and_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Rpr) -> float:
-    """Clip the gradient's norm, step, and return the norm before clipping."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-    optimizer.step()
-    return float(norm)
+    """Whiten the advantages of the whole step, on all ranks, in place."""
+    everywhere = gather_tokens("advantages", [entry.advantage for entry in prepared])
+    for entry in prepared:
+        entry.advantage = ppo.whiten(entry.advantage, everywhere)

@@ -6,6 +6,7 @@ passes and the leakage screen finds clean, and train the actor on those attempts
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from rsi_sandbox import Task
 
-from rsi import ppo
-from rsi.batch import collate, count_actions, plan_micro_batches
+from rsi import distributed, ppo
+from rsi.batch import collate, count_actions, deal, plan_micro_batches
 from rsi.chat import Chat
 from rsi.config import SUITES
 from rsi.evaluate import TARGET
@@ -36,6 +37,7 @@ from rsi.trajectory import Trajectory, read, to_json
 REVISIONS = 1
 # A family gives at most this multiple of the median family's kept attempts.
 BALANCE = 2.0
+MAX_GRAD_NORM = 1.0
 # Said in the funnel where runbooks do not help.
 LOST_READING = (
     "success with the runbook is not above success without; a likely cause: since the base transcripts no stage has"
@@ -63,8 +65,7 @@ def rewrite(
     rewrites = write_runbooks(session, stage, found, funnel)
     records = execute(session, stage, actor, chat, rewrites, funnel)
     kept = keep(session, records, rewrites, funnel)
-    with (folder / "kept.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(to_json(record) + "\n" for record in kept)
+    session.write(folder / "kept.jsonl", [to_json(record) for record in kept])
     harness = get_harness(TARGET, session.config.rollout.prompt_style)
     everything = [record for path in earlier for record in read(path)] + kept
     instructions = {task.name: task.instruction for pool in session.train.values() for task in pool}
@@ -133,22 +134,21 @@ def write_runbooks(
     count: Counter[str] = Counter()
     rejected: Counter[str] = Counter()
     written = 0
-    path = session.run.folder / "runbooks" / f"{stage.name}.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        # Shorter successes first: of two ways to solve a task the one with less detour is the better rewrite.
-        for task, record in sorted(found, key=lambda entry: entry[1].turns):
-            if count[task.name] >= session.config.rsr.runbooks:
-                continue
-            runbook, rounds = write_runbook(planner, reviewer, task.instruction, record.exchanges, REVISIONS)
-            written += len(rounds)
-            rejected.update(reason.split(":")[0] for reasons in rounds for reason in reasons)
-            line = {"task": task.name, "harness": record.harness, "runbook": runbook, "objections": rounds}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            if runbook is not None and (task.name, runbook) not in seen:
-                seen.add((task.name, runbook))
-                count[task.name] += 1
-                approved.append(Rewrite(task, runbook))
+    lines = []
+    # Shorter successes first: of two ways to solve a task the one with less detour is the better rewrite.
+    for task, record in sorted(found, key=lambda entry: entry[1].turns):
+        if count[task.name] >= session.config.rsr.runbooks:
+            continue
+        runbook, rounds = write_runbook(planner, reviewer, task.instruction, record.exchanges, REVISIONS)
+        written += len(rounds)
+        rejected.update(reason.split(":")[0] for reasons in rounds for reason in reasons)
+        line = {"task": task.name, "harness": record.harness, "runbook": runbook, "objections": rounds}
+        lines.append(json.dumps(line, ensure_ascii=False))
+        if runbook is not None and (task.name, runbook) not in seen:
+            seen.add((task.name, runbook))
+            count[task.name] += 1
+            approved.append(Rewrite(task, runbook))
+    session.write(session.run.folder / "runbooks" / f"{stage.name}.jsonl", lines)
     funnel |= {"runbooks": written, "approved": len(approved), "rejected": dict(rejected)}
     return approved
 
@@ -259,10 +259,10 @@ def train(session: Session, stage: Stage, actor: Transformer, chat: Chat, exampl
     if not examples:
         session.log.say(f"warning: {stage.name} kept no attempt, so the actor stays as it was")
         return
+    distributed.spread(actor, session.config.precision, session.config.recompute, session.config.offload)
     optimizer = torch.optim.AdamW(actor.parameters(), settings.lr, weight_decay=0.0)
     batches = batch_order(len(examples), settings.batch, settings.epochs, session.seed(stage.name, "train"))
     parts = {"actor": (actor, [optimizer])}
-    assert session.progress is not None
     start = session.progress.load(parts)
     for number, chosen in enumerate(batches[start:], start):
         optimizer.param_groups[0]["lr"] = settings.lr * (1 - number / len(batches))
@@ -270,17 +270,21 @@ def train(session: Session, stage: Stage, actor: Transformer, chat: Chat, exampl
         tokens = count_actions(examples, chosen)
         optimizer.zero_grad()
         sums = []
-        for group in plan_micro_batches(lengths, session.config.micro_batch_tokens):
+        groups = plan_micro_batches(lengths, session.config.micro_batch_tokens)
+        for group in deal(groups, distributed.rank(), distributed.world()):
             batch = collate(examples, [chosen[position] for position in group], chat.pad).to(session.device)
             logprob, _ = ppo.action_logprobs(actor, batch, session.config.rollout.temperature)
-            loss, found = ppo.supervised_loss(logprob, None, tokens)
+            # Gradients are averaged over the ranks, so each divides by its share of the tokens.
+            loss, found = ppo.supervised_loss(logprob, None, tokens / distributed.world())
             loss.backward()
             sums.append(found)
-        norm = torch.nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
-        optimizer.step()
-        metrics = ppo.average_metrics(sums, tokens) | {"actor/grad_norm": float(norm)}
+        norm = distributed.optimizer_step(actor, optimizer, MAX_GRAD_NORM)
+        if not math.isfinite(norm):
+            session.set_aside(stage.name, "train", number + 1, [examples[index] for index in chosen])
+        everywhere = itertools.chain(*distributed.gather("metrics", sums))
+        metrics = ppo.average_metrics(everywhere, tokens) | {"actor/grad_norm": norm}
         session.log.step(stage.name, "train", number + 1, len(batches), metrics)
-        session.finished(number + 1, len(batches), parts)
+        session.finished(number + 1, len(batches), parts, metrics)
 
 
 def batch_order(count: int, batch: int, epochs: int, seed: int) -> list[list[int]]:

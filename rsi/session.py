@@ -1,24 +1,28 @@
 """What the stages of one run share: tasks, tokenizer, sandboxes, device, log."""
 
 import hashlib
+import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rsi_sandbox import Backend, Task, load_task
+from rsi_sandbox import Backend, Task, load_task, open_backend
 
+from rsi import distributed
 from rsi.chat import Chat
-from rsi.checkpoint import Parts, Progress, Run
+from rsi.checkpoint import Parts, Progress, Run, write_atomically
 from rsi.config import SUITES, Config, UserError
+from rsi.guards import Diverged, guard
 from rsi.harness import Harness
 from rsi.metrics import Log
-from rsi.model import Transformer
+from rsi.model import Transformer, keep_freed_memory
 from rsi.rollout import Engine, Job, collect
 from rsi.sampler import Sampler
 from rsi.tiny import Split, generate, write_task
-from rsi.trajectory import Trajectory, read
+from rsi.trajectory import Trajectory, read, to_json
 
 Pool = dict[str, list[Task]]  # suite -> tasks
 
@@ -40,7 +44,7 @@ class Session:
     device: torch.device
     train: Pool
     evaluation: Pool
-    progress: Progress | None = None
+    progress: Progress = field(init=False)
     stopping: bool = False
 
     @property
@@ -48,50 +52,95 @@ class Session:
         return self.run.config
 
     def engine(self, actor: Transformer, chat: Chat, report: Callable[[int, int], None]) -> Engine:
-        """Make attempts with `actor` as it is now and as it changes."""
+        """Make this rank's share of attempts with `actor` as it is now. All ranks call."""
         settings = self.config.rollout
-        sampler = Sampler(actor, settings.slots, settings.max_length)
+        slots = -(-settings.slots // distributed.world())
+        sampler = Sampler(distributed.whole(actor), slots, settings.max_length)
         return Engine(sampler, chat, self.backend, settings, report)
 
     def seed(self, *parts: object) -> int:
         """A 63-bit seed that depends on the run's seed and `parts` alone."""
         return seed_of(self.config.seed, *parts)
 
-    def finished(self, position: int, of: int, parts: Parts) -> None:
-        """A training step is done: save it where it is time to.
+    def finished(self, position: int, of: int, parts: Parts, metrics: Mapping[str, float]) -> None:
+        """A training step is done: judge it by its metrics, save it where it is time to.
 
         Raises:
             Interrupted: where the user asked for a stop.
+            Diverged: where going on is pointless.
         """
-        assert self.progress is not None
-        if position % self.config.save_every == 0 or position == of or self.stopping:
+        warning, reason = guard(metrics, self.progress.notes, self.config.rpr.max_logprob_gap)
+        if warning:
+            self.log.say(f"warning: {warning}")
+        self.stopping = any(distributed.gather("stop", self.stopping))
+        if position % self.config.save_every == 0 or position == of or self.stopping or reason:
             self.progress.save(position, parts)
+        if reason:
+            self.progress.flush()
+            raise Diverged(reason)
         self.stop_if_asked()
 
     def stop_if_asked(self) -> None:
-        """Raises Interrupted, everything saved, where the user asked for a stop."""
+        """Raises Interrupted, everything saved, where the user asked any rank for a stop."""
+        self.stopping = any(distributed.gather("stop", self.stopping))
         if self.stopping:
-            assert self.progress is not None
             self.progress.flush()
             raise Interrupted
+
+    def write(self, path: Path, lines: Sequence[str]) -> None:
+        """Write a file of lines, the first rank for all."""
+        if distributed.first():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, "".join(f"{line}\n" for line in lines))
+
+    def set_aside(self, stage: str, phase: str, step: int, records: Sequence[Trajectory]) -> None:
+        """Keep the attempts of a step whose gradient was not finite, for whoever looks into it."""
+        self.write(self.run.folder / "failed" / f"{stage}-{phase}-{step}.jsonl", [to_json(x) for x in records])
+
+    def collect(
+        self,
+        stage: str,
+        name: str,
+        jobs: Sequence[Job],
+        harness: Harness,
+        engine: Engine,
+        temperature: float | None = None,
+    ) -> list[Trajectory]:
+        """Attempt every job, each rank its share, into the stage's file `name`; all records, in the order of `jobs`."""
+        rank, ranks = distributed.rank(), distributed.world()
+        mine = collect(jobs[rank::ranks], harness, engine, self.attempts(stage, name), temperature)
+        shares = distributed.gather(f"{stage} {name}", mine)
+        return [shares[position % ranks][position // ranks] for position in range(len(jobs))]
 
     def collect_once(
         self, stage: str, name: str, jobs: Sequence[Job], harness: Harness, engine: Engine
     ) -> list[Trajectory]:
-        """Attempt every job, into the stage's file `name`; a file that a killed run had finished is read."""
-        assert self.progress is not None
-        path = self.attempts(stage, name)
-        if path.exists():
-            found = {record.seed: record for record in read(path)}
+        """As `collect`; a file that a killed run had finished is read instead."""
+        paths = sorted((self.run.folder / "trajectories" / stage).glob(f"{name}.[0-9]*.jsonl"))
+        distributed.meet(f"{stage} {name}")  # nobody writes before all have looked
+        if paths:
+            found = {record.seed: record for path in paths for record in read(path)}
             return [found[job.seed] for job in jobs]
-        records = collect(jobs, harness, engine, path)
+        records = self.collect(stage, name, jobs, harness, engine)
         self.progress.save(0)
         self.stop_if_asked()
         return records
 
     def attempts(self, stage: str, name: str) -> Path:
-        """The JSONL file for attempts of one kind in one stage."""
-        return self.run.folder / "trajectories" / stage / f"{name}.jsonl"
+        """This rank's JSONL file for attempts of one kind in one stage."""
+        return self.run.folder / "trajectories" / stage / f"{name}.{distributed.rank()}.jsonl"
+
+
+@contextmanager
+def open_session(run: Run, log: Log, device: torch.device, train: Pool, evaluation: Pool) -> Iterator[Session]:
+    """Sandboxes and CPU threads for a run; leaves neither behind."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, run.config.threads // ranks))
+    keep_freed_memory()
+    with open_backend(run.config.sandbox, run=run.folder.name) as backend:
+        log.say(f"sandboxes: {backend.kind} ({backend.reason})")
+        check_backend(backend, train, evaluation)
+        yield Session(run, log, backend, device, train, evaluation)
 
 
 def seed_of(*parts: object) -> int:
@@ -105,12 +154,13 @@ def prepare_tasks(config: Config) -> tuple[Pool, Pool]:
     folder = config.tasks
     if folder is None:
         folder = config.folder / "tasks"
-        if not folder.is_dir():
+        if not folder.is_dir() and distributed.first():
             partial = folder.with_name("tasks.partial")
             shutil.rmtree(partial, ignore_errors=True)
             write_tasks(partial / "train", "train", config.train_tasks, config.seed, config.families)
             write_tasks(partial / "eval", "eval", config.evaluate.tasks, 0, config.families)
             partial.rename(folder)
+        distributed.meet("tasks")
     return load_pool(folder / "train"), load_pool(folder / "eval", config.evaluate.tasks)
 
 

@@ -31,8 +31,6 @@ def main() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         config = parse(sys.argv[1:])
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UserError(f"{os.environ['WORLD_SIZE']} processes: this version trains in one; use --nproc-per-node 1")
         if config.dry_run:
             from rsi.plan import print_plan
 
@@ -48,32 +46,26 @@ def main() -> None:
 
 def run(config: Config) -> None:
     """All missing stages, then the table and the plot."""
-    import torch
-    from rsi_sandbox import SandboxError, TaskError, open_backend
+    from rsi_sandbox import SandboxError, TaskError
 
     from rsi import distributed
     from rsi.checkpoint import open_run
+    from rsi.guards import Diverged
     from rsi.metrics import Log
-    from rsi.model import keep_freed_memory
     from rsi.report import stage_table, table_text, write_plot
-    from rsi.session import Interrupted, Session, check_backend, prepare_tasks
+    from rsi.session import Interrupted, open_session, prepare_tasks
     from rsi.weights import WeightsError
 
-    torch.set_num_threads(config.threads)
-    keep_freed_memory()
     distributed.start()
     run_folder = open_run(config)
-    log = Log(run_folder.folder)
+    log = Log(run_folder.folder, distributed.rank())
     try:
         stages = missing_before(config, run_folder.done())
         if stages:
+            device, ranks = distributed.find_device(), distributed.world()
+            log.say(f"{run_folder.folder}: stages {', '.join(stage.name for stage in stages)}; {ranks} × {device.type}")
             train, evaluation = prepare_tasks(config)
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            with open_backend(config.sandbox, run=config.folder.name) as backend:
-                log.say(f"{run_folder.folder}: stages {', '.join(stage.name for stage in stages)}; {device.type};")
-                log.say(f"sandboxes: {backend.kind} ({backend.reason})")
-                check_backend(backend, train, evaluation)
-                session = Session(run_folder, log, backend, device, train, evaluation)
+            with open_session(run_folder, log, device, train, evaluation) as session:
                 signal.signal(signal.SIGINT, lambda *_: ask_to_stop(session))
                 for stage in stages:
                     run_stage(session, stage)
@@ -81,18 +73,20 @@ def run(config: Config) -> None:
         title = f"{run_folder.folder.name}: success over the stages"
         log.console.print(stage_table(records, title))
         log.text.write(table_text(records))
-        write_plot(records, run_folder.folder / "stages.svg", title)
+        if distributed.first():
+            write_plot(records, run_folder.folder / "stages.svg", title)
         log.say(f"plot: {run_folder.folder / 'stages.svg'}")
     except Interrupted:
         log.say("stopped as asked, everything is saved; the same command goes on from here")
     except (TaskError, WeightsError) as problem:
         raise UserError(str(problem)) from problem
-    except (SandboxError, OSError) as problem:
+    except (SandboxError, OSError, Diverged, FloatingPointError, distributed.RankMissing) as problem:
         log.say(f"rsi: error: {problem}; the same command goes on from the last saved step")
         raise SystemExit(1) from problem
     finally:
         log.close()
-        distributed.stop()
+    distributed.meet("the end")  # a rank that leaves early kills the others at their exit
+    distributed.stop()
 
 
 def ask_to_stop(session: "Session") -> None:
@@ -105,6 +99,7 @@ def ask_to_stop(session: "Session") -> None:
 
 def run_stage(session: "Session", stage: Stage) -> None:
     """One stage: weights in, work, weights out, evaluation, record."""
+    from rsi import distributed
     from rsi.chat import Chat
     from rsi.checkpoint import Progress
     from rsi.evaluate import evaluate
@@ -131,13 +126,16 @@ def run_stage(session: "Session", stage: Stage) -> None:
                    if entry.kind == "rsr" and entry.round < stage.round]  # fmt: skip
         funnel = rewrite(session, stage, actor, chat, folder, earlier)
         if stage.critic == "pass":
-            shutil.copytree(run.path(source) / "critic", folder / "critic", dirs_exist_ok=True)
+            if distributed.first():
+                shutil.copytree(run.path(source) / "critic", folder / "critic", dirs_exist_ok=True)
     if stage.kind == "rpr":
         inherited = load_critic(run.path(source) / "critic").to(session.device) if stage.critic == "inherit" else None
         critic = refine(session, stage, actor, inherited, chat)
         save_model(folder / "critic", critic, tokenizer)
     save_model(folder / "actor", actor, tokenizer)
+    distributed.meet("weights written")
     evaluation = evaluate(session, stage.name, source, actor, chat, folder)
+    session.progress.close()
     record = {
         "stage": stage.name,
         "source": source or None,
@@ -148,7 +146,6 @@ def run_stage(session: "Session", stage: Stage) -> None:
     }
     if funnel is not None:
         record["funnel"] = funnel
-    session.progress.close()
     run.finish(stage, record)
     rates = "  ".join(f"{suite} {100 * of['strict']:.1f}" for suite, of in evaluation["suites"].items())
     session.log.say(f"{stage.name} done in {record['seconds']:.0f} s  {rates}  mean {100 * evaluation['mean']:.1f} %")
@@ -181,14 +178,14 @@ def build_base(session: "Session") -> tuple["Transformer", "Tokenizer"]:
     session.log.say(f"base: {count:,} parameters, {tokenizer.get_vocab_size()} tokens")
     chosen, of = optimizers(actor, config.pretrain), config.pretrain.steps
     parts = {"actor": (actor, chosen)}
-    assert session.progress is not None
     start, seed = min(PRETRAIN_UNIT * session.progress.load(parts), of), session.seed("pretrain")
     with session.log.progress("base pretraining") as report:
         for step, loss in pretrain(actor, chosen, tokenizer, config.pretrain, seed, config.families, start):
             report(step, of)
             if step % PRETRAIN_UNIT == 0 or step == of:
-                session.log.step("base", "pretrain", step, of, {"actor/sft_loss": loss})
-                session.finished(step // PRETRAIN_UNIT, -(-of // PRETRAIN_UNIT), parts)
+                metrics = {"actor/sft_loss": loss}
+                session.log.step("base", "pretrain", step, of, metrics)
+                session.finished(-(-step // PRETRAIN_UNIT), -(-of // PRETRAIN_UNIT), parts, metrics)
     return actor, tokenizer
 
 

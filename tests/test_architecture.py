@@ -14,7 +14,7 @@ SOURCES = {
     "rsi_sandbox": sorted((ROOT / "sandbox" / "rsi_sandbox").rglob("*.py")),
 }
 FILES = [path for paths in SOURCES.values() for path in paths]
-MAX_FILES, MAX_LINES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 63, 10600, 425, 60
+MAX_FILES, MAX_LINES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 80, 14500, 425, 60
 
 
 def imported(path: Path) -> set[str]:
@@ -30,7 +30,7 @@ def imported(path: Path) -> set[str]:
 
 # `requests` comes with `docker`, whose errors it shows.
 @pytest.mark.parametrize(
-    ("package", "allowed"), [("rsi_kernels", {"torch", "triton"}), ("rsi_sandbox", {"docker", "requests"})]
+    ("package", "allowed"), [("rsi_kernels", {"torch", "triton", "fla"}), ("rsi_sandbox", {"docker", "requests"})]
 )
 def test_embeddable_packages_import_only_what_they_say(package: str, allowed: set[str]) -> None:
     for path in SOURCES[package]:

@@ -9,6 +9,7 @@ of a chunk.
 
 from collections.abc import Callable
 from functools import cache, partial
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -192,7 +193,7 @@ def _flash_linear_attention(device: torch.device) -> Rule:
 
     Several of its versions were miscompiled by some triton on some cards (its issues 984 and 913), silently.
     """
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    chunk_gated_delta_rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
     def rule(
         query: Tensor,

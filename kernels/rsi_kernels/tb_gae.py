@@ -12,18 +12,46 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .dispatch import NAMESPACE, use_triton
+
+# What one byte a token says; 0 at observations and padding. "Before" and "after" mean the neighbouring *action* token.
+ACTION, BOUNDARY_AFTER, BOUNDARY_BEFORE, SEGMENT_END = 1, 2, 4, 8
+
+
+def flags_from(action: Tensor, turn: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """One uint8 a token, shaped like `action`, of the bits above: what `tb_gae` needs to know about turns.
+
+    A collator can make them once, on the CPU, for every use of a batch. Arguments as for `tb_gae`::
+
+        action  0  1  1  0  1  0        turn  -1  0  0 -1  1 -1
+        flags   0  1  3  0 13  0        (13 = action, boundary before it, last action of its row)
+
+    Raises:
+        ValueError: wrong shapes or dtypes, offsets that do not cover all tokens, turns that decrease within a row.
+    """
+    nodes = _find_nodes(action, turn, cu_seqlens)
+    flag_N = torch.full(nodes.index_N.shape, ACTION, dtype=torch.uint8, device=action.device)
+    flag_N[nodes.turn_last_M] += BOUNDARY_AFTER
+    flag_N[nodes.turn_last_M[:-1] + 1] += BOUNDARY_BEFORE
+    flag_N[nodes.row_last] += SEGMENT_END - BOUNDARY_AFTER
+    flag_N[nodes.row_last[:-1] + 1] -= BOUNDARY_BEFORE
+    return torch.zeros(action.shape, dtype=torch.uint8, device=action.device).put_(nodes.index_N, flag_N)
+
 
 def tb_gae(
     rewards: Tensor,
     values: Tensor,
-    action: Tensor,
-    turn: Tensor,
+    action: Tensor | None = None,
+    turn: Tensor | None = None,
     gamma: float = 0.99,
     lam: float = 0.95,
     gamma_token: float = 1.0,
     lambda_token: float = 1.0,
     bootstrap: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    *,
+    flags: Tensor | None = None,
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns of every action token; exactly zero at all other tokens.
 
@@ -48,158 +76,242 @@ def tb_gae(
         gamma, lam, gamma_token, lambda_token: in [0, 1].
         bootstrap: [B] (packed: [S]) value of the state after the last action token, or None for 0.
         cu_seqlens: [S+1] offsets of the packed sequences (0 first, T last), or None for padded input.
+        flags: same shape, uint8 of `flags_from`, in place of `action` and `turn`; a GPU then never waits.
+        impl: "auto", "triton" or "torch" (`dispatch.use_triton`).
 
     Returns:
-        (advantages, returns), shaped like `values` and in its dtype, accumulated in float64. No gradient.
+        (advantages, returns), shaped like `values` and in its dtype. No gradient. Deterministic. The torch path
+        accumulates in float64 over the action tokens alone (about 100 bytes each); the Triton kernels in float32,
+        reading 9 bytes a token (rows above 4096 tokens twice, mostly from the cache) and writing 8.
 
     Raises:
-        ValueError: wrong shapes, factors outside [0, 1], decreasing turns, or a reward, value or bootstrap
-            that is not finite at an action token.
+        ValueError: wrong shapes, factors outside [0, 1], decreasing turns, or (torch path) a reward, value or
+            bootstrap that is not finite at an action token.
 
     Source: Terminal-RSI (arXiv 2610.22192). With both inner factors 1 the recursion telescopes: return[i] =
     rewards from i to the end of its turn + gamma * ((1 - lam) * V + lam * return) at the first action token
     of the next turn, so that only turns are sequential.
     """
-    _check_arguments(rewards, values, action, turn, (gamma, lam, gamma_token, lambda_token), cu_seqlens)
-    with torch.no_grad():
-        offsets_S = cu_seqlens if cu_seqlens is not None else _padded_offsets(values)
-        index_N = action.reshape(-1).nonzero().squeeze(1)
-        advantages = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
-        returns = torch.zeros_like(advantages)
-        layout = _find_turns(index_N, turn, offsets_S)
-        bootstrap_S = _row_bootstrap(bootstrap, offsets_S, layout, rewards)
-        if index_N.numel() == 0:
-            return advantages, returns
-        reward_N = rewards.reshape(-1).index_select(0, index_N).double()
-        value_N = values.reshape(-1).index_select(0, index_N).double()
-        if not torch.isfinite(reward_N.sum() + value_N.sum() + bootstrap_S.sum()):
-            raise ValueError(
-                "rewards, values and bootstrap must be finite at action tokens; "
-                "look for the step at which the critic or the reward became NaN or inf"
-            )
-        if gamma_token == 1.0 and lambda_token == 1.0:
-            return_N = _returns_by_turn(reward_N, value_N, bootstrap_S, layout, gamma, lam)
-        else:
-            factors = (gamma, lam, gamma_token, lambda_token)
-            return_N = _returns_by_token(reward_N, value_N, bootstrap_S, layout, factors)
-        returns.view(-1).index_copy_(0, index_N, return_N.to(values.dtype))
-        advantages.view(-1).index_copy_(0, index_N, (return_N - value_N).to(values.dtype))
+    factors = (gamma, lam, gamma_token, lambda_token)
+    advantages, returns, _ = _run(rewards, values, action, turn, factors, bootstrap, cu_seqlens, flags, False, impl)
     return advantages, returns
 
 
-class _Layout(NamedTuple):
-    """Where turns and rows end among the N action tokens."""
-
-    row_last: Tensor  # index among N of the last action token of every row that has one
-    row_filled_S: Tensor  # bool, which rows have one
-    turn_last_M: Tensor  # index among N of every turn's last action token
-    turn_first_M: Tensor
-    longest_row: int  # action tokens of the row with the most
-
-
-def _check_arguments(
+def tb_gae_with_moments(
     rewards: Tensor,
     values: Tensor,
-    action: Tensor,
-    turn: Tensor,
-    factors: tuple[float, ...],
+    action: Tensor | None = None,
+    turn: Tensor | None = None,
+    gamma: float = 0.99,
+    lam: float = 0.95,
+    gamma_token: float = 1.0,
+    lambda_token: float = 1.0,
+    bootstrap: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    flags: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`tb_gae` and, from the same pass, float64 [3] of the advantages: count, mean, sum of squared deviations.
+
+    To whiten over all ranks: gather everyone's three numbers, `combine_moments`, and apply (A - mean) / std where the
+    policy loss reads A.
+    """
+    factors = (gamma, lam, gamma_token, lambda_token)
+    return _run(rewards, values, action, turn, factors, bootstrap, cu_seqlens, flags, True, impl)
+
+
+def combine_moments(moments: Tensor) -> Tensor:
+    """[R, 3] of (count, mean, sum of squared deviations) of disjoint parts to [3] of the whole; float64.
+
+    Source: Chan, Golub and LeVeque 1983; the deviations are taken about the common mean, never as E[x^2] - E[x]^2.
+    """
+    count, mean, squares = moments.double().unbind(-1)
+    total = count.sum()
+    centre = (count * mean).sum() / total.clamp(min=1)
+    return torch.stack((total, centre, (squares + count * (mean - centre).square()).sum()))
+
+
+def _run(
+    rewards: Tensor,
+    values: Tensor,
+    action: Tensor | None,
+    turn: Tensor | None,
+    factors: tuple[float, float, float, float],
+    bootstrap: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> None:
-    wanted = 2 if cu_seqlens is None else 1
-    shapes = [tuple(x.shape) for x in (rewards, values, action, turn)]
-    if values.dim() != wanted or len(set(shapes)) != 1:
-        layout = "[B, T] without cu_seqlens" if wanted == 2 else "[T] with cu_seqlens"
-        raise ValueError(f"rewards, values, action and turn must all be {layout}; got {shapes}")
+    flags: Tensor | None,
+    moments: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = {"rewards": rewards, "values": values, "action": action, "turn": turn, "flags": flags}
+    if (flags is None) != (action is not None and turn is not None):
+        raise ValueError(f"give either action and turn, or flags; got {[k for k, x in given.items() if x is not None]}")
+    _check_layout({name: x for name, x in given.items() if x is not None}, cu_seqlens)
     if not values.is_floating_point():
         raise ValueError(f"values must be floating point, got {values.dtype}; the results take its dtype")
-    if turn.is_floating_point() or turn.dtype == torch.bool:
-        raise ValueError(f"turn must be an integer tensor, got {turn.dtype}")
+    if flags is not None and flags.dtype != torch.uint8:
+        raise ValueError(f"flags must be the uint8 of `flags_from`, got {flags.dtype}")
     for name, factor in zip(("gamma", "lam", "gamma_token", "lambda_token"), factors, strict=True):
         if not 0.0 <= factor <= 1.0:
             raise ValueError(f"{name} must be within [0, 1], got {factor}")
-    if cu_seqlens is not None:
-        tokens = values.shape[0]
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
-            raise ValueError(f"cu_seqlens must be integers [S+1], got shape {tuple(cu_seqlens.shape)}")
-        if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != tokens or bool((cu_seqlens.diff() < 0).any()):
-            raise ValueError(f"cu_seqlens must rise from 0 to {tokens}, got {cu_seqlens.tolist()}")
+    rows = values.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if bootstrap is not None and tuple(bootstrap.shape) != (rows,):
+        raise ValueError(f"bootstrap must be one value a row, [{rows}], got {tuple(bootstrap.shape)}")
+    constants = [None if x is None else x.detach() for x in (rewards, values, action, turn, flags, bootstrap)]
+    return _op(*constants, cu_seqlens, *(float(x) for x in factors), moments, impl)
 
 
-def _padded_offsets(values: Tensor) -> Tensor:
-    rows, tokens = values.shape
-    return torch.arange(rows + 1, device=values.device) * tokens
+@torch.library.custom_op(f"{NAMESPACE}::tb_gae", mutates_args=())
+def _op(
+    rewards: Tensor,
+    values: Tensor,
+    action: Tensor | None,
+    turn: Tensor | None,
+    flags: Tensor | None,
+    bootstrap: Tensor | None,
+    cu_seqlens: Tensor | None,
+    gamma: float,
+    lam: float,
+    gamma_token: float,
+    lambda_token: float,
+    moments: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(advantages, returns, moments [3] or [0])."""
+    factors = (gamma, lam, gamma_token, lambda_token)
+    if use_triton(impl, values):
+        from .tb_gae_triton import launch
+
+        if flags is None:
+            assert action is not None and turn is not None
+            flags = flags_from(action, turn, cu_seqlens)
+        if bootstrap is not None:
+            last = ((flags & SEGMENT_END) != 0).reshape(-1).nonzero().squeeze(1)
+            rewards = rewards.to(torch.float32).clone(memory_format=torch.contiguous_format)
+            _add_bootstrap(rewards.view(-1), last, last, bootstrap, _offsets(values, cu_seqlens), gamma)
+        return launch(rewards, values, flags, factors, moments)
+    if flags is None:
+        assert action is not None and turn is not None
+        nodes = _find_nodes(action, turn, cu_seqlens)
+    else:
+        nodes = _read_nodes(flags)
+    advantages = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
+    returns = torch.zeros_like(advantages)
+    measured = torch.zeros(3 if moments else 0, dtype=torch.float64, device=values.device)
+    if nodes.index_N.numel() == 0:
+        return advantages, returns, measured
+    reward_N = rewards.reshape(-1).index_select(0, nodes.index_N).double()
+    value_N = values.reshape(-1).index_select(0, nodes.index_N).double()
+    if bootstrap is not None:
+        last = nodes.row_last
+        _add_bootstrap(reward_N, last, nodes.index_N[last], bootstrap, _offsets(values, cu_seqlens), gamma)
+    if not torch.isfinite(reward_N.sum() + value_N.sum()):
+        raise ValueError(
+            "rewards, values and bootstrap must be finite at action tokens; "
+            "look for the step at which the critic or the reward became NaN or inf"
+        )
+    by_turn = gamma_token == 1.0 and lambda_token == 1.0
+    return_N = (_returns_by_turn if by_turn else _returns_by_token)(reward_N, value_N, nodes, factors)
+    returns.view(-1).scatter_(0, nodes.index_N, return_N.to(values.dtype))
+    advantage_N = return_N.sub_(value_N)
+    advantages.view(-1).scatter_(0, nodes.index_N, advantage_N.to(values.dtype))
+    if moments:
+        mean = advantage_N.mean()
+        spread = (advantage_N - mean).square().sum()
+        measured = torch.stack((torch.full_like(mean, advantage_N.numel()), mean, spread))
+    return advantages, returns, measured
 
 
-def _find_turns(index_N: Tensor, turn: Tensor, offsets_S: Tensor) -> _Layout:
-    edge_S = torch.searchsorted(index_N, offsets_S.to(index_N.dtype))
-    length_S = edge_S.diff()
-    row_filled_S = length_S > 0
-    row_last = edge_S[1:][row_filled_S] - 1
-    longest_row = int(length_S.max()) if length_S.numel() else 0
+@_op.register_fake
+def _(rewards, values, *arguments):  # type: ignore[no-untyped-def]
+    advantages = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    measured = torch.empty(3 if arguments[-2] else 0, dtype=torch.float64, device=values.device)
+    return advantages, torch.empty_like(advantages), measured
+
+
+class _Nodes(NamedTuple):
+    """The N action tokens, and where turns and rows end among them."""
+
+    index_N: Tensor  # flat token index
+    turn_last_M: Tensor  # index among N of every turn's last action token
+    row_last: Tensor  # index among N of the last action token of every row that has one
+
+
+def _find_nodes(action: Tensor, turn: Tensor, cu_seqlens: Tensor | None) -> _Nodes:
+    _check_layout({"action": action, "turn": turn}, cu_seqlens)
+    if turn.is_floating_point() or turn.dtype == torch.bool:
+        raise ValueError(f"turn must be an integer tensor, got {turn.dtype}")
+    index_N = _nonzero(action)
+    edge_S = torch.searchsorted(index_N, _offsets(action, cu_seqlens))
+    row_last = edge_S[1:][edge_S.diff() > 0] - 1
     turn_N = turn.reshape(-1).index_select(0, index_N)
-    change = turn_N.diff().nonzero().squeeze(1)
-    backwards = change[turn_N[change + 1] < turn_N[change]]
-    backwards = backwards[torch.isin(backwards, row_last, invert=True)]
+    changes = turn_N[1:] != turn_N[:-1]
+    changes[row_last[:-1]] = False
+    boundary = _nonzero(changes)
+    backwards = boundary[turn_N[boundary + 1] < turn_N[boundary]]
     if backwards.numel():
         token = int(index_N[backwards[0] + 1])
         raise ValueError(
             f"turn decreases to {int(turn_N[backwards[0] + 1])} at flat token {token}; "
             "number the turns of a row in the order they were sampled"
         )
-    turn_last_M = torch.cat([change, row_last]).unique()
-    turn_first_M = torch.cat([torch.zeros_like(row_last[:1]), turn_last_M[:-1] + 1])
-    return _Layout(row_last, row_filled_S, turn_last_M, turn_first_M, longest_row)
+    return _Nodes(index_N, torch.cat((boundary, row_last)).sort().values, row_last)
 
 
-def _row_bootstrap(bootstrap: Tensor | None, offsets_S: Tensor, layout: _Layout, like: Tensor) -> Tensor:
-    """float64 bootstrap of the rows that have an action token, in row order."""
-    rows = offsets_S.numel() - 1
-    if bootstrap is None:
-        return torch.zeros(layout.row_last.numel(), dtype=torch.float64, device=like.device)
-    if tuple(bootstrap.shape) != (rows,):
-        raise ValueError(f"bootstrap must be one value a row, [{rows}], got {tuple(bootstrap.shape)}")
-    return bootstrap[layout.row_filled_S].double()
+def _read_nodes(flags: Tensor) -> _Nodes:
+    index_N = _nonzero(flags)
+    flag_N = flags.reshape(-1).index_select(0, index_N)
+    turn_last_M = _nonzero(flag_N & (BOUNDARY_AFTER | SEGMENT_END))
+    return _Nodes(index_N, turn_last_M, turn_last_M[(flag_N[turn_last_M] & SEGMENT_END) != 0])
+
+
+def _add_bootstrap(
+    reward: Tensor, last: Tensor, token: Tensor, bootstrap: Tensor, offsets_S: Tensor, gamma: float
+) -> None:
+    """Reached with g = gamma and never traced further, a bootstrap value acts exactly as part of the last reward."""
+    segment = torch.searchsorted(offsets_S, token, right=True) - 1
+    reward[last] += gamma * bootstrap[segment].to(reward.dtype)
 
 
 def _returns_by_turn(
-    reward_N: Tensor, value_N: Tensor, bootstrap_S: Tensor, layout: _Layout, gamma: float, lam: float
+    reward_N: Tensor, value_N: Tensor, nodes: _Nodes, factors: tuple[float, float, float, float]
 ) -> Tensor:
-    first_M, last_M = layout.turn_first_M, layout.turn_last_M
+    gamma, lam, _, _ = factors
+    last_M = nodes.turn_last_M
+    first_M = torch.cat((torch.zeros_like(last_M[:1]), last_M[:-1] + 1))
+    row_end = torch.searchsorted(last_M, nodes.row_last)
     through_N = reward_N.cumsum(0)
     before_N = through_N - reward_N
-    row_end_M = torch.searchsorted(last_M, layout.row_last)
-    following_M = torch.zeros_like(value_N[last_M])
+    through_M = through_N[last_M]
+    # What follows a turn: the value and the return at the next turn's first token.
+    following_M = torch.zeros_like(through_M)
     following_M[:-1] = gamma * (1.0 - lam) * value_N[first_M[1:]]
-    following_M[row_end_M] = gamma * bootstrap_S
+    following_M[row_end] = 0.0
     trace_M = torch.full_like(following_M, gamma * lam)
-    trace_M[row_end_M] = 0.0
-    first_return_M = through_N[last_M] - before_N[first_M] + following_M
-    turns = int(row_end_M.diff(prepend=row_end_M.new_full((1,), -1)).max())
-    first_return_M = _scan_backward(trace_M, first_return_M, turns)
-    # What a turn's tokens share: everything that comes after the turn's own rewards.
+    trace_M[row_end] = 0.0
+    turns = int(row_end.diff(prepend=row_end.new_full((1,), -1)).max())
+    first_return_M = _scan_backward(trace_M, through_M - before_N[first_M] + following_M, turns)
     following_M[:-1] += trace_M[:-1] * first_return_M[1:]
-    shared_N = (through_N[last_M] + following_M).repeat_interleave(last_M - first_M + 1)
-    return shared_N - before_N
+    shared_M = through_M + following_M
+    return torch.repeat_interleave(shared_M, last_M - first_M + 1, output_size=reward_N.numel()).sub_(before_N)
 
 
 def _returns_by_token(
-    reward_N: Tensor,
-    value_N: Tensor,
-    bootstrap_S: Tensor,
-    layout: _Layout,
-    factors: tuple[float, float, float, float],
+    reward_N: Tensor, value_N: Tensor, nodes: _Nodes, factors: tuple[float, float, float, float]
 ) -> Tensor:
     gamma, lam, gamma_token, lambda_token = factors
     discount_N = torch.full_like(value_N, gamma_token)
-    discount_N[layout.turn_last_M] = gamma
+    discount_N[nodes.turn_last_M] = gamma
     trace_N = torch.full_like(value_N, gamma_token * lambda_token)
-    trace_N[layout.turn_last_M] = gamma * lam
-    trace_N[layout.row_last] = 0.0
+    trace_N[nodes.turn_last_M] = gamma * lam
+    trace_N[nodes.row_last] = 0.0
     next_value_N = torch.zeros_like(value_N)
     next_value_N[:-1] = value_N[1:]
-    next_value_N[layout.row_last] = bootstrap_S
+    next_value_N[nodes.row_last] = 0.0
     delta_N = reward_N + discount_N * next_value_N - value_N
-    return _scan_backward(trace_N, delta_N, layout.longest_row) + value_N
+    longest = int(nodes.row_last.diff(prepend=nodes.row_last.new_full((1,), -1)).max())
+    return _scan_backward(trace_N, delta_N, longest) + value_N
 
 
 def _scan_backward(factor: Tensor, term: Tensor, longest: int) -> Tensor:
@@ -214,3 +326,40 @@ def _scan_backward(factor: Tensor, term: Tensor, longest: int) -> Tensor:
         reach[:-span] = reach[:-span] * reach[span:]
         span *= 2
     return total
+
+
+def _nonzero(x: Tensor) -> Tensor:
+    """Flat indices of the nonzero elements. Bytes are looked at eight at a time: most words of a batch are all 0."""
+    if x.dtype not in (torch.bool, torch.uint8):
+        x = x != 0
+    flat = x.reshape(-1).view(torch.uint8)
+    words = flat.numel() // 8
+    if flat.is_cuda or flat.storage_offset() % 8 or words == 0:
+        return flat.nonzero().squeeze(1)
+    filled = flat[: 8 * words].view(torch.int64).nonzero()
+    inside = flat[: 8 * words].view(-1, 8).index_select(0, filled.squeeze(1)).reshape(-1).nonzero().squeeze(1)
+    index = (filled * 8 + torch.arange(8)).view(-1).index_select(0, inside)
+    if flat.numel() == 8 * words:
+        return index
+    return torch.cat((index, flat[8 * words :].nonzero().squeeze(1) + 8 * words))
+
+
+def _offsets(like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """int64 [S+1] flat offsets of the rows, checked where they were given."""
+    if cu_seqlens is None:
+        rows, tokens = like.shape
+        return torch.arange(rows + 1, device=like.device) * tokens
+    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != like.numel() or bool((cu_seqlens.diff() < 0).any()):
+        raise ValueError(f"cu_seqlens must rise from 0 to {like.numel()}, got {cu_seqlens.tolist()}")
+    return cu_seqlens.to(torch.int64)
+
+
+def _check_layout(given: dict[str, Tensor], cu_seqlens: Tensor | None) -> None:
+    """All of one shape, [B, T], or [T] with offsets."""
+    wanted = 2 if cu_seqlens is None else 1
+    shapes = {name: tuple(x.shape) for name, x in given.items()}
+    if len(set(shapes.values())) != 1 or any(len(shape) != wanted for shape in shapes.values()):
+        layout = "[B, T] without cu_seqlens" if wanted == 2 else "[T] with cu_seqlens"
+        raise ValueError(f"{', '.join(shapes)} must all be {layout}; got {list(shapes.values())}")
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point()):
+        raise ValueError(f"cu_seqlens must be integers [S+1], got shape {tuple(cu_seqlens.shape)}")

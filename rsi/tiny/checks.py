@@ -96,7 +96,7 @@ def _holds(condition: Condition, world: World) -> bool:
 
 
 HEAD = """#!/bin/bash
-LC_ALL=C
+LC_ALL=C PATH=/usr/bin:/bin
 shopt -s nullglob dotglob globstar
 cd /app || exit 1
 strict=1 report=
@@ -111,9 +111,35 @@ note() {
   report+="${report:+,}{\\"name\\":\\"$1\\",\\"status\\":\\"$state\\"}"
 }
 """
-FLOW = """flow() {
-  load "$1" || return
-  if [[ $text == *[!a-z0-9:\\ \\|$'\\n'-]* || $text == *ex* ]]; then (. ./"$1"); else . ./"$1"; fi
+# What the agent wrote runs where it can neither read the tests nor write the verdict, in a bash of its own: a forked
+# one would still hold the test script, and the answers in it, in its memory. Where there are several users it is
+# another one. Where only one is mapped (a user namespace) it is the same one, without capabilities, on a read-only
+# tree with a private /tmp and a copy of /app, in a process namespace that dies with it.
+CONFINED = r"""confined() {
+  local uids
+  read -r _ _ uids </proc/self/uid_map
+  export HOME=/tmp
+  if ((uids > 1)); then
+    chown -R 65534:65534 /app && exec setpriv --reuid=65534 --regid=65534 --clear-groups "$@"
+  else
+    exec unshare --mount --pid --fork --kill-child bash -c 'mount -t tmpfs -o size=64m,mode=1777 none /tmp &&
+      cp -r /app /tmp/app && mount --bind /tmp/app /app && mount -o remount,bind,ro / && cd /app &&
+      exec setpriv --bounding-set=-all --inh-caps=-all "$@"' bash "$@"
+  fi
+}
+flows() {
+  local frame outputs
+  chmod 0 /tests /logs/verifier || return
+  exec {outputs}< <(confined bash -c 'while (($#)); do
+    printf %s "$2" >/tmp/.given; (. "./$1") </tmp/.given 2>/dev/null; printf "\\0"; shift 2
+  done; printf "end\\0"' bash "$@")
+  SECONDS=0
+  while ((SECONDS < 5)) && IFS= read -r -d '' -t $((5 - SECONDS)) -u $outputs frame; do
+    got+=("$frame")
+    (($# / 2 < ${#got[@]})) && break
+  done
+  kill -9 $! 2>/dev/null
+  (($# / 2 >= ${#got[@]})) || [[ $frame == end ]] || got=()
 }
 """
 TAIL = """printf '{"results":{"tests":[%s]}}\\n' "$report" >/logs/verifier/ctrf.json
@@ -124,24 +150,27 @@ echo $strict >/logs/verifier/reward.txt
 def test_script(checks: tuple[Check, ...]) -> str:
     """`tests/test.sh`: decides every check, writes the report by name and the strict reward."""
     flows = [condition for check in checks for condition in check.conditions if isinstance(condition, Flow)]
-    lines = [HEAD, _run_flows(flows)] if flows else [HEAD]
-    for check in checks:
-        tests = " && ".join(_bash(condition, flows) for condition in check.conditions)
-        lines.append(f"{tests}; note {check.name} $?\n")
-    return "".join([*lines, TAIL])
+    if not flows:
+        return "".join([HEAD, *(f"{_plain(check)}; note {check.name} $?\n" for check in checks), TAIL])
+    # Files are looked at before anything the agent wrote runs.
+    before = "".join(f"{_plain(check)}; plain+=($?)\n" for check in checks)
+    pairs = " \\\n  ".join(f"{flow.script} {quote(flow.given)}" for flow in flows)
+    after = []
+    for number, check in enumerate(checks):
+        wanted = [
+            f"[[ -v got[{flows.index(c)}] && ${{got[{flows.index(c)}]}} == {quote(c.wanted)} ]]"
+            for c in check.conditions
+            if isinstance(c, Flow)
+        ]
+        after.append(" && ".join([f"((plain[{number}] == 0))", *wanted]) + f"; note {check.name} $?\n")
+    return "".join([HEAD, CONFINED, "plain=() got=()\n", before, f"flows {pairs}\n", *after, TAIL])
 
 
-def _run_flows(flows: list[Flow]) -> str:
-    # A plain pipeline is sourced as it stands; anything else in a subshell of its own. No bash is started
-    # again, and the wait is bounded by `read`: starting processes is what a verification costs.
-    inputs = "".join(f"printf %s {quote(flow.given)} >/tmp/{number}.in\n" for number, flow in enumerate(flows))
-    runs = "".join(
-        f"  flow {flow.script} </tmp/{number}.in >/tmp/{number}.out 2>/dev/null\n" for number, flow in enumerate(flows)
-    )
-    return f"{FLOW}{inputs}read -r -t 5 < <(\n{runs}  echo\n)\nkill $! 2>/dev/null\n"
+def _plain(check: Check) -> str:
+    return " && ".join(_bash(c) for c in check.conditions if not isinstance(c, Flow)) or "true"
 
 
-def _bash(condition: Condition, flows: list[Flow]) -> str:
+def _bash(condition: Same | Has | Gone | Runnable | Entries) -> str:
     match condition:
         case Same(path, text):
             return f"same {path} {quote(text)}"
@@ -153,8 +182,6 @@ def _bash(condition: Condition, flows: list[Flow]) -> str:
             return f"[[ -f {path} && -x {path} ]]"
         case Entries(number):
             return f"entries {number}"
-        case Flow(_, _, wanted):
-            return f"same /tmp/{flows.index(condition)}.out {quote(wanted)}"
 
 
 def quote(text: str) -> str:

@@ -9,7 +9,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from rsi.batch import collate, plan_micro_batches
+from rsi import distributed
+from rsi.batch import collate, deal, plan_micro_batches
 from rsi.chat import Chat
 from rsi.model import Transformer
 from rsi.ppo import action_logprobs, supervised_loss
@@ -95,8 +96,8 @@ def pretrain(
 ) -> Iterator[tuple[int, float]]:
     """Train `model` in place; yields (steps done, loss in nats an action token) after each step.
 
-    `chosen` are its `optimizers`. `limit` restricts the transcripts to the first families of every suite.
-    `start` steps have been done before, with this model and these optimizers.
+    Every rank holds the same whole model. `chosen` are its `optimizers`. `limit` restricts the transcripts to
+    the first families of every suite. `start` steps have been done before, with this model and these optimizers.
     """
     chat = Chat(tokenizer)
     device = next(model.parameters()).device
@@ -115,12 +116,15 @@ def pretrain(
         records = examples(chat, rng, settings.batch, suites, limit, settings.habit)
         tokens = sum(sum(record.action) for record in records)
         total = 0.0
-        for group in plan_micro_batches([len(record.ids) for record in records], MICRO_BATCH_TOKENS):
+        groups = plan_micro_batches([len(record.ids) for record in records], MICRO_BATCH_TOKENS)
+        for group in deal(groups, distributed.rank(), distributed.world()):
             batch = collate(records, group, chat.pad).to(device)
             logprob, _ = action_logprobs(model, batch, 1.0)
             loss, _ = supervised_loss(logprob, None, tokens)
             loss.backward()
             total += float(loss.detach())
+        distributed.sum_gradients(model)
+        total = sum(distributed.gather("loss", total))
         for optimizer in chosen:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

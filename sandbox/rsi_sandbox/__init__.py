@@ -2,10 +2,11 @@
 
 from typing import Literal
 
+from .dockerfile import read_folder
 from .interface import Backend, Sandbox
 from .local import LocalBackend
 from .records import File, Result, SandboxError, TaskError, Verdict
-from .task import Task, load_task, read_folder
+from .task import Task, load_task
 from .verifier import judge, verify
 
 __all__ = [
@@ -35,7 +36,7 @@ def open_backend(kind: Literal["local", "docker", "auto"], run: str, *, starts: 
         return LocalBackend("asked for", starts)
     if kind not in ("docker", "auto"):
         raise ValueError(f"sandbox backend {kind!r} is unknown: use 'local', 'docker' or 'auto'")
-    from .container import DockerBackend  # the docker package takes 0.2 s to import
+    from .daemon import DockerBackend  # the docker package takes 0.2 s to import
 
     if kind == "docker":
         return DockerBackend("asked for", run, starts)

@@ -1,58 +1,183 @@
-"""`python -m rsi_sandbox image` makes the base image; `check TASK...` runs the oracle and a no-op on tasks."""
+"""Run and check terminal tasks: `python -m rsi_sandbox run TASK... --agent oracle|nop|"COMMAND"`."""
 
 import argparse
+import datetime
+import json
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
 
-from . import SandboxError, TaskError, load_task, open_backend, verify
-from .task import read_folder
+from . import SandboxError, TaskError, load_task, open_backend
+from .image import STAND_INS
+from .interface import Backend
+from .trial import Trial, each, new_trial, run_trial, summary, with_verifier
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status: 0 done, 1 a task failed its check, 2 wrong use or a machine that cannot do it."""
-    parser = argparse.ArgumentParser(prog="python -m rsi_sandbox", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("image", help="make the base image of the built-in tasks")
-    check = commands.add_parser("check", help="the solution must pass and a no-op must fail")
-    check.add_argument("tasks", nargs="+", type=Path, metavar="TASK", help="task folders")
-    check.add_argument("--sandbox", choices=("auto", "local", "docker"), default="auto")
-    options = parser.parse_args(arguments)
+    """Exit status: 0 all went well, 1 a task failed, 2 wrong use or a machine that cannot do it."""
+    options = _parser().parse_args(arguments)
     try:
-        if options.command == "image":
-            from .image import make_base
-
-            print(make_base())
-            return 0
-        return _check(options.tasks, options.sandbox)
+        for pair in getattr(options, "base", []):
+            name, separator, local = pair.partition("=")
+            if not (name and separator and local):
+                raise TaskError(f"--base {pair}: not of the form NAME=LOCAL; write ubuntu:24.04=rsi-base:bookworm")
+            STAND_INS[name] = local
+        commands: dict[str, Callable[[argparse.Namespace], int]] = {
+            "image": _image, "run": _run, "check": _check, "list": _list, "reap": _list,
+        }  # fmt: skip
+        return commands[options.command](options)
     except (SandboxError, TaskError) as error:
         print(f"rsi_sandbox: {error}", file=sys.stderr)
         return 2
 
 
-def _check(folders: list[Path], kind: Literal["auto", "local", "docker"]) -> int:
-    failed = 0
-    with open_backend(kind, "check") as backend:
-        print(f"sandbox {backend.kind}: {backend.reason}")
-        for folder in folders:
-            task = load_task(folder)
-            rewards = {}
-            for agent in ("oracle", "no-op"):
-                with backend.start(task) as sandbox:
-                    if agent == "oracle":
-                        for file in read_folder(task.folder / "solution", "/solution"):
-                            if file.data is not None:
-                                sandbox.write(file.path, file.data)
-                        sandbox.run("bash /solution/solve.sh", task.agent_timeout)
-                    rewards[agent] = verify(backend, task, sandbox)
-            good = rewards["oracle"].strict and not rewards["no-op"].strict
-            failed += not good
-            passed = sum(rewards["oracle"].checks.values()), len(rewards["oracle"].checks)
-            print(
-                f"{'ok' if good else 'FAILED':7}{task.name}: oracle {rewards['oracle'].reward:g} "
-                f"({passed[0]}/{passed[1]} checks), no-op {rewards['no-op'].reward:g}"
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m rsi_sandbox", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    image = commands.add_parser("image", help="make the base image of the built-in tasks")
+    image.add_argument("--toolchain", action="store_true", help="also the offline pytest for imported tasks")
+    run = commands.add_parser("run", help="one trial a task, each into a folder in Harbor's layout")
+    run.add_argument("--agent", default="oracle", help="oracle, nop, or a command run in the sandbox (oracle)")
+    run.add_argument("--out", type=Path, default=Path("jobs"), help="where the job's folder goes (jobs/)")
+    run.add_argument("--verifier", choices=("artifacts", "snapshot"), help="judge otherwise than the task asks")
+    check = commands.add_parser("check", help="the oracle passes, a no-op fails, the image leaks nothing")
+    for command in (run, check):
+        command.add_argument("tasks", nargs="+", type=Path, metavar="TASK", help="task folders")
+        command.add_argument("--sandbox", choices=("auto", "local", "docker"), default="auto")
+        command.add_argument("--jobs", type=int, default=2, help="trials at once (2)")
+        command.add_argument("--base", action="append", default=[], metavar="NAME=LOCAL", help="stand-in for an image")
+    commands.add_parser("list", help="docker sandboxes on this machine, and whether their owners live")
+    commands.add_parser("reap", help="remove the docker sandboxes whose owners are dead")
+    return parser
+
+
+def _image(options: argparse.Namespace) -> int:
+    import docker
+
+    from .image import make_base
+    from .toolchain import make_toolchain
+
+    print(make_base())
+    if options.toolchain:
+        print(make_toolchain(docker.from_env(timeout=600)))
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    tasks = [load_task(folder) for folder in options.tasks]
+    if options.verifier:
+        tasks = [with_verifier(task, options.verifier) for task in tasks]
+    folder = options.out / datetime.datetime.now().strftime("%Y-%m-%d__%H-%M-%S")
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"agent": options.agent, "sandbox": options.sandbox, "jobs": options.jobs}
+    (folder / "config.json").write_text(json.dumps(settings | {"tasks": [str(t.folder) for t in tasks]}, indent=2))
+    trials = [new_trial(task, options.agent) for task in tasks]
+    with open_backend(options.sandbox, "run", starts=2) as backend:
+        _go(backend, trials, options.jobs, lambda trial: run_trial(backend, trial, folder))
+    (folder / "result.json").write_text(json.dumps(summary(trials), indent=2))
+    print(f"{sum(trial.outcome == 'passed' for trial in trials)} of {len(trials)} passed; {folder}/result.json")
+    return _status(trial.outcome == "passed" for trial in trials)
+
+
+def _check(options: argparse.Namespace) -> int:
+    trials = [new_trial(load_task(folder), agent) for folder in options.tasks for agent in ("oracle", "nop")]
+    with open_backend(options.sandbox, "check", starts=2) as backend:
+        _go(backend, trials, options.jobs, lambda trial: run_trial(backend, trial, search=trial.agent == "nop"))
+    good = []
+    for oracle, nop in zip(trials[::2], trials[1::2], strict=True):
+        wrong = [f"the oracle {oracle.outcome}"] if oracle.outcome != "passed" else []
+        wrong += [f"a no-op {nop.outcome}"] if nop.outcome not in ("failed", "agent_timeout") else []
+        wrong += [f"leak: {leak}" for leak in nop.leaks]
+        good.append(not wrong)
+        print(f"{'FAILED' if wrong else 'ok':7}{oracle.task.name}: {'; '.join(wrong) or _checks(oracle)}")
+        for line in (*oracle.task.notes, oracle.error, nop.error):
+            if line:
+                print(f"       {line}")
+    return _status(good)
+
+
+def _checks(trial: Trial) -> str:
+    assert trial.verdict
+    checks = trial.verdict.checks
+    return f"oracle {trial.verdict.reward:g} ({sum(checks.values())}/{len(checks)} checks), no-op fails"
+
+
+def _status(good: Iterable[bool]) -> int:
+    return 0 if all(good) else 1
+
+
+def _go(backend: Backend, trials: list[Trial], jobs: int, work: Callable[[Trial], Trial]) -> None:
+    """Run the trials below a live table; where the output is no terminal, a line for each that ends."""
+    print(f"sandbox {backend.kind}: {backend.reason}")
+    live, done, lock = sys.stdout.isatty(), threading.Event(), threading.Lock()
+
+    def report(trial: Trial) -> Trial:
+        result = work(trial)
+        if not live:
+            with lock:
+                print(_row(trial), flush=True)
+        return result
+
+    def draw() -> None:
+        shown = 0
+        while True:
+            last = done.wait(0.2)
+            rows = [_row(trial) for trial in trials]
+            rows = (
+                rows if last or len(rows) < 30 else [row for row, t in zip(rows, trials, strict=True) if _busy(t)][:30]
             )
-    return 1 if failed else 0
+            print(f"\033[{shown}F\033[J" if shown else "", "\n".join(rows), sep="", flush=True)
+            shown = len(rows)
+            if last:
+                return
+
+    table = threading.Thread(target=draw)
+    if live:
+        table.start()
+    try:
+        each(trials, report, jobs)
+    finally:
+        done.set()
+        if live:
+            table.join()
+
+
+def _busy(trial: Trial) -> bool:
+    return trial.outcome not in (
+        "waiting",
+        "passed",
+        "failed",
+        "tampered",
+        "agent_timeout",
+        "infra_error",
+        "task_error",
+    )
+
+
+def _row(trial: Trial) -> str:
+    begun = min((start for start, _ in trial.phases.values()), default=time.time())
+    seconds = time.time() - begun if _busy(trial) else trial.seconds
+    reward = f"{trial.verdict.reward:.2f}" if trial.verdict else "    "
+    told = trial.error or (trial.verdict.note or " ".join(trial.verdict.tampered) if trial.verdict else "")
+    return (
+        f"{trial.name:42} {trial.agent[:10]:10} {trial.outcome[:20]:20} {reward} {seconds:6.1f} s  {told[:60]}".rstrip()
+    )
+
+
+def _list(options: argparse.Namespace) -> int:
+    from .daemon import DockerBackend
+
+    with DockerBackend("asked for", "list", 1, reap=False) as backend:
+        if options.command == "reap":
+            for name, run in backend.reap().items():
+                print(f"removed {name} of run {run!r}")
+            return 0
+        dead = backend.leftovers()
+        for name, run, owner, state in backend.all():
+            print(f"{name}  run {run!r}  owner {owner}  {'leftover' if name in dead else state}")
+    return 0
 
 
 if __name__ == "__main__":

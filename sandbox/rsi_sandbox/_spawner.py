@@ -34,26 +34,8 @@ MOUNT_SETATTR = 442
 CLONE, PIVOT_ROOT = {"x86_64": (56, 155), "aarch64": (220, 41)}.get(platform.machine(), (0, 0))
 SYSTEM_LINKS = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 MASKED = ("usr/local", "usr/src")  # may hold the host's own programs and this project
-DEVICES = ("null", "zero", "full", "random", "urandom")
-DIRECTORIES = (
-    "usr",
-    "etc",
-    "dev",
-    "proc",
-    "tmp",
-    "run",
-    "run/shm",
-    "var",
-    "var/tmp",
-    "var/log",
-    "root",
-    "home",
-    "home/agent",
-    "opt",
-    "srv",
-    "mnt",
-    ".old",
-)
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+DIRECTORIES = "usr etc dev proc tmp run run/shm var var/tmp var/log root home home/agent opt srv mnt .old".split()
 PASSWD = (
     "root:x:0:0:root:/root:/bin/bash\nagent:x:1000:1000:agent:/home/agent:/bin/bash\n"
     "nobody:x:65534:65534:nobody:/nonexistent:/bin/false\n"
@@ -271,6 +253,12 @@ class Init:
                     self.start(message["arguments"], (null, null), agent=False)
                     os.close(null)
                     continue
+                elif message["op"] == "terminal":
+                    self.wait()
+                    (slave,) = socket.recv_fds(self.caller, 1, 1)[1]
+                    self.allow_namespace()
+                    self.start(message["arguments"], (slave, slave), agent=True, terminal=True)
+                    os.close(slave)
                 self.send({"ok": True})
             except OSError as error:
                 self.send({"error": f"{error}"})
@@ -376,23 +364,27 @@ class Init:
 
     def start_shell(self, last: str) -> None:
         """Start the agent's shell; `last` is how the one before it ended."""
-        self.namespaces += 1
-        write("/proc/sys/user/max_user_namespaces", str(self.namespaces))
+        self.allow_namespace()
         self.start([*self.settings["arguments"], last], self.pipes, agent=True)
 
-    def start(self, arguments: list[str], pipes: tuple[int, int], agent: bool) -> None:
+    def allow_namespace(self) -> None:
+        """Let one more user namespace be made: the next shell's."""
+        self.namespaces += 1
+        write("/proc/sys/user/max_user_namespaces", str(self.namespaces))
+
+    def start(self, arguments: list[str], pipes: tuple[int, int], agent: bool, terminal: bool = False) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # its end must not be seen before its number
         child = os.fork()
         if child:
-            if agent:
-                self.shell = child
-            else:
+            if not agent:
                 self.waited = child
+            elif not terminal:
+                self.shell = child
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             return
-        self.become(arguments, pipes, agent)
+        self.become(arguments, pipes, agent, terminal)
 
-    def become(self, arguments: list[str], pipes: tuple[int, int], agent: bool) -> None:
+    def become(self, arguments: list[str], pipes: tuple[int, int], agent: bool, terminal: bool = False) -> None:
         """Replace this process by a program: the agent's shell without privileges, anything else as root."""
         try:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -402,6 +394,9 @@ class Init:
             os.dup2(pipes[0], 0)
             os.dup2(pipes[1], 1)
             os.dup2(pipes[1], 2)
+            if terminal:
+                fcntl.ioctl(0, 0x540E, 0)  # TIOCSCTTY
+                self.settings["environment"]["TERM"] = "xterm-256color"
             for name, value in self.settings["limits"].items():
                 resource.setrlimit(getattr(resource, name), (value, value))
             if agent:

@@ -1,218 +1,79 @@
-"""The docker backend: one container a sandbox, driven over its own standard streams.
+"""One container of the docker backend, driven over its own standard streams.
 
 The container's first process is a bash that restarts the agent's shell, so no exec is needed to run commands
 (an exec costs 50 ms here, a command in the shell 1 to 4 ms), and that adopts and reaps orphans as `--init`
 would; unlike `--init`'s, it survives an agent's `kill -9 -1`.
 """
 
-import os
 import re
-import secrets
 import select
 import socket
 import struct
 import tarfile
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import docker
 import docker.errors
 import requests.exceptions
-from docker.types import LogConfig, Ulimit
 
-from . import artifacts, shell
+from . import pty, shell
 from .archive import TooLong, pack, unpack
-from .image import build_image, find_base
 from .records import (
-    AGENT_PROCESSES,
     ARTIFACT_BYTES,
     ARTIFACT_DEPTH,
     ARTIFACT_FILES,
-    REPORT_BYTES,
     File,
-    Grade,
     Result,
     SandboxError,
+    Snapshot,
 )
 from .task import Task
 
-HOME = "/root"
-_LABEL = "rsi.owner"
-_API_SECONDS = 60
-_STAGE = "/.rsi"
-_FILE_BYTES = 1 << 30
-_OUTER = 'trap "exit 0" USR1; s=0; while :; do /bin/bash --noprofile --norc -c "$1" bash $s; s=$?; done'
-_FAILURES = (docker.errors.DockerException, requests.exceptions.RequestException, OSError)
+if TYPE_CHECKING:
+    from .daemon import DockerBackend
 
+OUTER = 'trap "exit 0" USR1; s=0; while :; do /bin/bash --noprofile --norc -c "$1" bash $s; s=$?; done'
+API_SECONDS = 60
+FAILURES = (docker.errors.DockerException, requests.exceptions.RequestException, OSError)
 
-class DockerBackend:
-    """Starts containers; at most `starts` are being created at once (a two-core daemon starts 5 to 7 a second)."""
-
-    kind = "docker"
-
-    def __init__(self, reason: str, run: str, starts: int):
-        self.reason = reason
-        self.run = re.sub(r"[^A-Za-z0-9_.-]", "-", run).strip("-.") or "run"
-        self.starts = threading.BoundedSemaphore(starts)
-        self.execs = threading.BoundedSemaphore(2 * starts)
-        self._local = threading.local()
-        self._lock = threading.Lock()
-        self._live: set[str] = set()
-        self._build_lock = threading.Lock()
-        self._images: dict[str, str] = {}
-        try:
-            self.client.ping()
-            self._sweep()
-        except _FAILURES as error:
-            raise SandboxError(f"no Docker daemon answers ({error}): start one or use --sandbox local") from None
-
-    @property
-    def client(self) -> Any:
-        """This thread's connection to the daemon."""
-        if not hasattr(self._local, "client"):
-            self._local.client = docker.from_env(timeout=_API_SECONDS)
-        return self._local.client
-
-    def start(self, task: Task) -> "DockerSandbox":
-        """A sandbox with the task's environment and the agent's shell in its working directory."""
-        variables = shell.environment(dict(task.variables), HOME)
-        command = [*shell.SHELL, _OUTER, "bash", shell.driver(task.workdir, variables)]
-        files = () if task.docker_only else task.environment
-        sandbox = self._create(task, command, variables, files)
-        try:
-            sandbox.open_shell()
-        except BaseException:
-            sandbox.close()
-            raise
-        return sandbox
-
-    def grade(self, task: Task, left: Sequence[File]) -> Grade:
-        """Run the task's tests in a clean container that holds what was `left` in place of the artifact paths."""
-        tests = [File("/logs/verifier", None, 0o755), File("/tests", None, 0o755), *task.tests]
-        if task.docker_only:  # the image itself holds what the artifacts replace
-            roots = " ".join(f"'{path}'" for path in task.artifacts if "'" not in path)
-            command = [
-                "/bin/bash",
-                "-c",
-                f"rm -rf -- {roots}; cp -a {_STAGE}/. / && rm -rf {_STAGE}; "
-                f"cd '{task.workdir}'; exec /bin/bash /tests/test.sh",
-            ]
-            files = [File(_STAGE + file.path, file.data, file.mode, file.mtime) for file in [*left, *tests]]
-        else:
-            command = ["/bin/bash", "/tests/test.sh"]
-            files = [*artifacts.outside(task.environment, task.artifacts), *left, *tests]
-        sandbox = self._create(task, command, shell.environment(dict(task.variables), HOME), files)
-        try:
-            output = sandbox.wait(task.verifier_timeout)
-            sandbox.stop()
-            found = {file.path: file.data for file in sandbox.entries("/logs", REPORT_BYTES, 2, cut=True)}
-            return Grade(found.get("/logs/verifier/reward.txt"), found.get("/logs/verifier/ctrf.json"), output)
-        finally:
-            sandbox.close()
-
-    def _create(
-        self, task: Task, command: list[str], variables: dict[str, str], files: Iterable[File]
-    ) -> "DockerSandbox":
-        name = f"rsi-{self.run[:40]}-{secrets.token_hex(6)}"
-        sandbox = None
-        with self.starts:
-            try:
-                image = self._image(task)
-                with self._lock:
-                    self._live.add(name)
-                self.client.containers.create(
-                    image,
-                    command,
-                    name=name,
-                    hostname="sandbox",
-                    working_dir=task.workdir,
-                    entrypoint=[],
-                    user="root",
-                    environment=variables,
-                    stdin_open=True,
-                    labels={_LABEL: _owner(os.getpid()), "rsi.run": self.run},
-                    network_mode="bridge" if task.network else "none",
-                    mem_limit=task.memory_mb << 20,
-                    memswap_limit=task.memory_mb << 20,
-                    pids_limit=AGENT_PROCESSES,
-                    restart_policy={"Name": "no"},
-                    cap_drop=["NET_RAW", "MKNOD", "AUDIT_WRITE", "SETFCAP"],
-                    security_opt=["no-new-privileges"],
-                    log_config=LogConfig(type="none"),
-                    ulimits=[
-                        Ulimit(name="fsize", soft=_FILE_BYTES, hard=_FILE_BYTES),
-                        Ulimit(name="core", soft=0, hard=0),
-                    ],
-                )
-                self.client.api.put_archive(name, "/", pack(files))
-                sandbox = DockerSandbox(self, name)
-                self.client.api.start(name)
-                return sandbox
-            except BaseException as error:
-                self.remove(name)
-                if sandbox:
-                    sandbox.close()
-                if isinstance(error, _FAILURES):
-                    raise SandboxError(f"a container could not be started ({error})") from None
-                raise
-
-    def _image(self, task: Task) -> str:
-        key = str(task.folder) if task.docker_only else task.base
-        with self._build_lock:
-            if key not in self._images:
-                image = build_image(self.client, task) if task.docker_only else find_base(self.client, task.base)
-                self._images[key] = image
-            return self._images[key]
-
-    def _sweep(self) -> None:
-        """Remove the containers whose owning process is dead."""
-        for container in self.client.containers.list(all=True, filters={"label": _LABEL}, ignore_removed=True):
-            owner = container.labels[_LABEL]
-            pid, _, namespace = owner.split(" ")
-            if namespace == _namespace() and _owner(int(pid)) != owner:
-                self.remove(container.name)
-
-    def remove(self, name: str) -> None:
-        try:
-            self.client.api.remove_container(name, force=True, v=True)
-        except docker.errors.NotFound:
-            pass
-        except docker.errors.APIError as error:
-            if error.status_code != 409:  # 409: being removed already
-                raise SandboxError(f"container {name} could not be removed ({error.explanation})") from None
-        with self._lock:
-            self._live.discard(name)
-
-    def close(self) -> None:
-        """Remove every container of this backend."""
-        with self._lock:
-            live = list(self._live)
-        for name in live:
-            self.remove(name)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+# By these an agent could change who judges it: programs that exist, names that tests call, the loader, Python's hooks.
+_PROGRAMS = (
+    r"bash|sh|dash|env|cat|cp|rm|mv|ls|test|\[|cmp|diff|grep|sed|awk|mawk|gawk|head|tail|sort|tr|cut|wc|find|xargs|"
+    r"python[\d.]*|pytest|py\.test|uvx?|pip[\d.]*|curl|wget|apt(-get)?|git|make|gcc|g\+\+|node|npm|java|go|cargo|rustc|timeout"
+)
+_TAMPERED = (
+    ("CD", re.compile(r"(/usr)?/s?bin/[^/]+|(/usr)?/lib(64|32|x32)?/.*(\.so[.\d]*|/python3[^/]*/.*\.py)")),
+    (
+        "CAD",
+        re.compile(r"/etc/ld\.so\.(preload|conf.*)|.*/(site|user)customize\.py|.*/(site|dist)-packages/[^/]*\.pth"),
+    ),
+    ("CAD", re.compile(rf"(/usr(/local)?|/root/\.local)?/s?bin/({_PROGRAMS})|/root/\.local/bin/env")),
+    ("CAD", re.compile(r".*/(site|dist)-packages/(_?pytest|pluggy|iniconfig)(/.*|\.py)")),
+)
+_EXHAUSTED = r"""
+read_count() { local k v; while read -r k v; do [[ $k == "$2" ]] && n=$v; done <"$1"; } 2>/dev/null
+n=0; read_count /sys/fs/cgroup/memory/memory.oom_control oom_kill; read_count /sys/fs/cgroup/memory.events oom_kill
+memory=$n n=0
+read_count /sys/fs/cgroup/pids/pids.events max; read_count /sys/fs/cgroup/pids.events max
+read -r free size < <(stat -f -c '%a %S' /)
+exit $(((memory > 0) + 2 * (n > 0) + 4 * (free * size < 1048576)))
+"""
 
 
 class DockerSandbox:
     """One container. Used by one thread at a time."""
 
-    def __init__(self, backend: DockerBackend, name: str):
+    def __init__(self, backend: "DockerBackend", name: str, user: str):
         self._backend = backend
         self._name = name
+        self._user = user  # no other's processes may be looked into, not even by root
         self._closed = False
         self._shell: shell.Shell | None = None
         self._pending = b""
         self._ended = False
+        self._terminals: list[pty.Screen] = []
         raw = backend.client.api.attach_socket(name, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
         self._stream: socket.socket = raw._sock
         self._raw = raw
@@ -248,14 +109,15 @@ class DockerSandbox:
 
     def stop(self) -> None:
         """Kill every process; returns when the daemon confirms that the container is stopped."""
-        if self._api("inspect_container")["State"]["Running"]:
-            try:
+        try:
+            if self._shell or not self._ended:  # a verifier's end was heard
                 self._api("kill")
-            except SandboxError:
-                pass  # it ended by itself in between; what counts is the state below
-            self._api("wait", timeout=_API_SECONDS)
-        if self._api("inspect_container")["State"]["Running"]:
-            raise SandboxError("the container could not be stopped")
+        except SandboxError:
+            pass  # it ended by itself in between; what counts is the daemon's word below
+        try:
+            self._api("wait", timeout=API_SECONDS)
+        except SandboxError as error:
+            raise SandboxError(f"the container could not be stopped ({error})") from None
 
     def take(self, paths: Sequence[str]) -> list[File]:
         """Directories and regular files at and below `paths`, bounded in number, bytes and depth."""
@@ -283,10 +145,51 @@ class DockerSandbox:
             collected.feed(self._frames(remaining))
         return collected.text()[0]
 
+    def snapshot(self, task: Task) -> Snapshot:
+        """The container's files as an image of their own, and what in them could change the judge."""
+        words = set(re.findall(r"[\w.+-]+", b"".join(file.data or b"" for file in task.tests).decode(errors="replace")))
+        changes = [("CAD"[entry["Kind"]], entry["Path"]) for entry in self._api("diff") or ()]
+        parents = {path.rpartition("/")[0] for _, path in changes}  # a folder counts as changed with what is in it
+        tampered = [
+            path
+            for kind, path in changes
+            if (path not in parents and any(kind in kinds and found.fullmatch(path) for kinds, found in _TAMPERED))
+            or (path.startswith("/usr/local/") and "/bin/" in path and path.rpartition("/")[2] in words)
+        ]
+        labels = " ".join(f'{name}="{value}"' for name, value in self._backend.labels.items())
+        image = self._api("commit", pause=False, changes=[f"LABEL {labels}"])["Id"]
+        return Snapshot(image, tuple(sorted(tampered)))
+
+    def terminal(self, rows: int = 40, columns: int = 160) -> pty.Screen:
+        """A login shell on a pseudo-terminal of its own, beside the persistent shell."""
+        api = self._backend.client.api
+        variables = {**self._backend.variables(self._name), "TERM": "xterm-256color", "LINES": "", "COLUMNS": ""}
+        with self._backend.execs:
+            execution = self._api(
+                "exec_create", ["/bin/bash", "-l"], tty=True, stdin=True, environment=variables, user=self._user
+            )["Id"]
+            try:
+                raw = api.exec_start(execution, tty=True, socket=True)
+                api.exec_resize(execution, rows, columns)
+            except FAILURES as error:
+                raise SandboxError(f"docker exec failed: {error}") from None
+        screen = pty.Screen(raw._sock.fileno(), raw)
+        self._terminals.append(screen)
+        return screen
+
+    def exhausted(self, suspected: set[str]) -> tuple[str, ...]:
+        """Which of the resources a command's output complains of did run out, by the kernel's own
+        counts since the container's start."""
+        flags = self._script(_EXHAUSTED)
+        bits = {"memory": 1, "processes": 2, "disk": 4}
+        return tuple(sorted(name for name in suspected if flags & bits[name]))
+
     def close(self) -> None:
         """Remove the container; harmless when repeated."""
         if not self._closed:
             self._closed = True
+            for screen in self._terminals:
+                screen.close()
             self._stream.close()
             self._raw.close()
             self._backend.remove(self._name)
@@ -353,18 +256,18 @@ class DockerSandbox:
         self._require_open()
         try:
             return getattr(self._backend.client.api, method)(self._name, *arguments, **options)
-        except _FAILURES as error:
+        except FAILURES as error:
             raise SandboxError(f"docker {method} failed: {error}") from None
 
     def _script(self, text: str, *arguments: str) -> int:
-        """Exit status of a bash script run as the container's root."""
+        """Exit status of a bash script run beside the agent's processes, as their user."""
         command = ["/bin/bash", "--noprofile", "--norc", "-c", text, "bash", *arguments]
         with self._backend.execs:
-            execution = self._api("exec_create", command, user="root")["Id"]
+            execution = self._api("exec_create", command, user=self._user)["Id"]
             try:
                 self._backend.client.api.exec_start(execution)
                 return int(self._backend.client.api.exec_inspect(execution)["ExitCode"])
-            except _FAILURES as error:
+            except FAILURES as error:
                 raise SandboxError(f"docker exec failed: {error}") from None
 
     def entries(self, path: str, room: int, depth: int, cut: bool = False) -> Iterator[File]:
@@ -377,26 +280,13 @@ class DockerSandbox:
             chunks, _ = self._backend.client.api.get_archive(self._name, path)
         except docker.errors.NotFound:
             return
-        except _FAILURES as error:
+        except FAILURES as error:
             raise SandboxError(f"docker get_archive failed: {error}") from None
         try:
             yield from unpack(chunks, path, room, depth, cut)
         except TooLong:
             return
-        except (tarfile.TarError, *_FAILURES) as error:
+        except (tarfile.TarError, *FAILURES) as error:
             raise SandboxError(f"the files of {path} could not be read: {error}") from None
         finally:
             chunks.close()
-
-
-def _namespace() -> str:
-    return str(Path("/proc/self/ns/pid").readlink())
-
-
-def _owner(pid: int) -> str:
-    """Identity of a living process: pid, start time, pid namespace; empty when there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return ""
-    return f"{pid} {int(fields[19])} {_namespace()}"

@@ -4,8 +4,20 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from .records import File, Grade, Result
+from .records import File, Grade, Result, Snapshot
 from .task import Task
+
+
+class Terminal(Protocol):
+    """A shell on a pseudo-terminal, for harnesses that type; ends with its sandbox. See `pty.Screen`."""
+
+    def type(self, keys: str, seconds: float) -> str:
+        """Type `keys`, wait `seconds`, and return what was written since the last call, cleaned and bounded."""
+        ...
+
+    def close(self) -> None:
+        """Hang up; harmless when repeated."""
+        ...
 
 
 class Sandbox(Protocol):
@@ -39,6 +51,14 @@ class Sandbox(Protocol):
         """Directories and regular files at and below `paths`, bounded in number, bytes and depth."""
         ...
 
+    def snapshot(self, task: Task) -> Snapshot:
+        """The whole system as it is now; the sandbox is stopped or frozen."""
+        ...
+
+    def terminal(self, rows: int = 40, columns: int = 160) -> Terminal:
+        """A login shell on a pseudo-terminal of its own, beside the persistent shell."""
+        ...
+
     def close(self) -> None:
         """Remove the sandbox; harmless when repeated."""
         ...
@@ -60,8 +80,14 @@ class Backend(Protocol):
         """A sandbox with the task's environment and the agent's shell in its working directory."""
         ...
 
-    def grade(self, task: Task, left: Sequence[File]) -> Grade:
-        """Run the task's tests in a clean environment that holds what was `left` in place of the artifact paths."""
+    def grade(self, task: Task, left: Sequence[File], snapshot: Snapshot | None = None) -> Grade:
+        """Run the task's tests: in the clean environment, what was `left` in place of the artifact paths, or in
+        the `snapshot`, which this removes.
+        """
+        ...
+
+    def forget(self, snapshot: Snapshot) -> None:
+        """Remove a snapshot."""
         ...
 
     def close(self) -> None:

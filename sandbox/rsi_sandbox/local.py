@@ -1,6 +1,7 @@
 """The local backend: Linux namespaces, no daemon. What it isolates and what it does not: see the README."""
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -9,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -16,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from . import artifacts, shell
+from . import artifacts, pty, shell
 from .records import (
     AGENT_PROCESSES,
     DISK_MB,
@@ -25,6 +27,7 @@ from .records import (
     Grade,
     Result,
     SandboxError,
+    Snapshot,
     TaskError,
 )
 from .task import Task
@@ -65,22 +68,32 @@ class LocalBackend:
         """A sandbox with the task's environment and the agent's shell in its working directory."""
         variables = shell.environment(dict(task.variables), HOME)
         arguments = [*shell.SHELL, shell.driver(task.workdir, variables), "bash"]
-        return self._build(task, task.environment, arguments, variables, task.agent_timeout, agent=True)
+        sandbox = self._build(task, task.environment, arguments, variables, task.agent_timeout, agent=True)
+        try:
+            shell.wait_until_healthy(sandbox, task.healthcheck)
+        except BaseException:
+            sandbox.close()
+            raise
+        return sandbox
 
-    def grade(self, task: Task, left: Sequence[File]) -> Grade:
+    def grade(self, task: Task, left: Sequence[File], snapshot: Snapshot | None = None) -> Grade:
         """Run the task's tests in a clean environment that holds what was `left` in place of the artifact paths."""
         kept = artifacts.outside(task.environment, task.artifacts)
         files = [*kept, *left, File("/logs/verifier", None, 0o755), File("/tests", None, 0o755), *task.tests]
-        variables = shell.environment(dict(task.variables), "/root")
+        variables = shell.environment({**dict(task.variables), **dict(task.verifier_variables)}, "/root")
         arguments = ["/bin/bash", "/tests/test.sh"]
         sandbox = self._build(task, files, arguments, variables, task.verifier_timeout, agent=False)
         try:
             output = sandbox.wait(task.verifier_timeout)
             sandbox.stop()
-            reward = sandbox.fetch("/logs/verifier/reward.txt", REPORT_BYTES)
-            return Grade(reward, sandbox.fetch("/logs/verifier/ctrf.json", REPORT_BYTES), output)
+            names = ("reward.txt", "ctrf.json", "reward.json")
+            reward, report, rewards = (sandbox.fetch(f"/logs/verifier/{name}", REPORT_BYTES) for name in names)
+            return Grade(reward, report, output, rewards)
         finally:
             sandbox.close()
+
+    def forget(self, snapshot: Snapshot) -> None:
+        raise AssertionError("the local backend makes no snapshots")
 
     def _build(
         self,
@@ -143,6 +156,14 @@ class LocalBackend:
         self.close()
 
 
+class _Descriptor:
+    def __init__(self, number: int):
+        self.number = number
+
+    def close(self) -> None:
+        os.close(self.number)
+
+
 class LocalSandbox:
     """One sandbox; its process 1 answers over `caller`. Used by one thread at a time."""
 
@@ -150,6 +171,7 @@ class LocalSandbox:
         self._caller = caller
         self._exit: int | None = None
         self._descriptors: list[int] = []
+        self._terminals: list[pty.Screen] = []
         caller.settimeout(_ANSWER_SECONDS)
         self._send(message, files)
         self._receive(descriptors=True)
@@ -202,8 +224,41 @@ class LocalSandbox:
         """Directories and regular files at and below `paths`, bounded in number, bytes and depth."""
         return artifacts.Taker(self._root).take(paths)
 
+    def snapshot(self, task: Task) -> Snapshot:
+        raise AssertionError("a task that is verified in a snapshot is refused by `start`")
+
+    def terminal(self, rows: int = 40, columns: int = 160) -> pty.Screen:
+        """A login shell on a pseudo-terminal of its own, beside the persistent shell."""
+        master, slave = os.openpty()
+        try:
+            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+            self._require_open()
+            self._send({"op": "terminal", "arguments": ["/bin/bash", "-l"]})
+            socket.send_fds(self._caller, [b"\0"], [slave])
+            while not self._receive().get("ok"):
+                pass
+        except BaseException:
+            os.close(master)
+            raise
+        finally:
+            os.close(slave)
+        screen = pty.Screen(master, _Descriptor(master))
+        self._terminals.append(screen)
+        return screen
+
+    def exhausted(self, suspected: set[str]) -> tuple[str, ...]:
+        """Which of the resources that a command complained of did run out. Memory and processes have limits a
+        process here, which leave no trace: they are believed; of the disk the free space is known.
+        """
+        self._require_open()
+        room = os.fstatvfs(self._root)
+        full = room.f_bavail * room.f_frsize < 1 << 20 or room.f_favail < 16
+        return tuple(sorted(suspected if full else suspected - {"disk"}))
+
     def close(self) -> None:
         """End the sandbox; harmless when repeated."""
+        for screen in self._terminals:
+            screen.close()
         if self._descriptors:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)

@@ -36,29 +36,50 @@ class Result:
     """What one command gave.
 
     `limit` is None, "timeout" or "output"; `exit_code` is None where a limit fired; `dropped_bytes` counts
-    the bytes cut from the middle of `output`.
+    the bytes cut from the middle of `output`. `exhausted` names what ran out while it ran, of "memory",
+    "processes" and "disk".
     """
 
     output: str
     exit_code: int | None
     limit: str | None = None
     dropped_bytes: int = 0
+    exhausted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the protected verifier found. `strict`: reward >= 1 and every reported check passed."""
+    """What the protected verifier found.
+
+    `reward` is the one named "reward", the mean where several have other names; `rewards` has them all. `strict`:
+    every reward >= 1 and every reported check passed. `tampered` names the paths by which an agent could have
+    changed its judge (snapshot mode); then nothing was run and the reward is 0. `note` says where reward and
+    report disagree, `output` what the tests said: for people, never for the verdict.
+    """
 
     reward: float
     checks: dict[str, bool] = field(default_factory=dict)
     strict: bool = False
     seconds: float = 0.0
+    rewards: dict[str, float] = field(default_factory=dict)
+    tampered: tuple[str, ...] = ()
+    note: str = ""
+    output: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
 class Grade:
-    """Raw results of one test run: the two files as they were found (None: no regular file there)."""
+    """Raw results of one test run: the files as they were found (None: no regular file there)."""
 
     reward: bytes | None
     report: bytes | None
     output: str
+    rewards: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The whole system an agent left: the name of its image, and the paths of its judge that it changed."""
+
+    image: str
+    tampered: tuple[str, ...]

@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from .interface import Sandbox
 from .records import FLOOD_BYTES, OUTPUT_BYTES, Result, SandboxError
+from .task import Healthcheck
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SHELL = ("/bin/bash", "--noprofile", "--norc", "-c")
@@ -155,8 +157,21 @@ class Output:
         return clean(head) + note + clean(tail[whole:].decode(errors="replace")), dropped + whole
 
 
+# What programs say, or the status they end with, when something has run out. It is believed only where the sandbox
+# confirms it.
+_SIGNS = {
+    "memory": re.compile(r"[Cc]annot allocate memory|[Oo]ut of memory|memory exhausted|MemoryError|std::bad_alloc"),
+    "processes": re.compile(r"fork: (retry: )?Resource temporarily unavailable|[Cc]annot fork|can't start new thread"),
+    "disk": re.compile(r"No space left on device|Disk quota exceeded|File size limit exceeded|File too large"),
+}
+
+
 class Channel(Protocol):
-    """The two streams of a shell. Both methods raise SandboxError when the sandbox is dead."""
+    """The two streams of a shell. All methods raise SandboxError when the sandbox is dead."""
+
+    def exhausted(self, suspected: set[str]) -> tuple[str, ...]:
+        """Which of the suspected resources ("memory", "processes", "disk") did run out."""
+        ...
 
     def send(self, data: bytes, deadline: float) -> None: ...
 
@@ -207,7 +222,7 @@ class Shell:
                     text, dropped = collected.text()
                     if end.restarted:
                         text += ("\n" if text and not text.endswith("\n") else "") + RESTARTED.format(end.status) + "\n"
-                    return Result(text, end.status, None, dropped)
+                    return Result(text, end.status, None, dropped, self._exhausted(text, end.status))
                 if collected.total > FLOOD_BYTES:
                     limit = "output"
                     break
@@ -216,7 +231,13 @@ class Shell:
         collected.feed(end.rest())
         text, dropped = collected.text()
         self._stop(end, begun)
-        return Result(text, None, limit, dropped)
+        return Result(text, None, limit, dropped, self._exhausted(text, None))
+
+    def _exhausted(self, text: str, status: int | None) -> tuple[str, ...]:
+        suspected = {name for name, sign in _SIGNS.items() if sign.search(text)}
+        suspected |= {"memory"} if status == 137 else set()
+        certain = ("disk",) if status == 153 else ()  # the signal for a file above its size limit
+        return certain or (self.channel.exhausted(suspected) if suspected else ())
 
     def _learn(self, end: "_End") -> None:
         self.process = end.process
@@ -272,3 +293,18 @@ class _End:
 
     def rest(self) -> bytes:
         return b"" if self.status is not None or self.pending.startswith(self.start) else self.pending
+
+
+def wait_until_healthy(sandbox: Sandbox, check: Healthcheck | None) -> None:
+    """Return when the task's health check succeeds; raises SandboxError when it has failed too often."""
+    if check is None:
+        return
+    begun, failures = time.monotonic(), 0
+    while True:
+        result = sandbox.run(check.command, check.timeout, fresh=True)
+        if result.exit_code == 0:
+            return
+        failures += time.monotonic() - begun >= check.start_period
+        if failures >= check.retries:
+            raise SandboxError(f"the health check {check.command!r} failed {failures} times: {result.output[-500:]!r}")
+        time.sleep(check.interval)

@@ -1,20 +1,33 @@
-"""Terminal tasks in Harbor's folder format.
+"""Terminal tasks in Harbor's folder format (schema 1.0 to 1.4) and, through `legacy`, Terminal-Bench 1's.
 
     task.toml  instruction.md  environment/Dockerfile (+ files)  tests/test.sh (+ files)  solution/solve.sh
+    steps/<name>/{instruction.md, tests/, solution/, workdir/} in a task of several steps
 
-Source: Harbor 0.26 (`harbor/models/task/config.py`); the subset read here is listed in the README.
+Source: Harbor 0.26 (`harbor/models/task/config.py`). Keys that are not read are named in `Task.notes`.
 """
 
-import shlex
-import stat
+import os
+import re
 import tomllib
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
+from .dockerfile import Image, is_clean_path, read_dockerfile, read_folder, read_text
 from .records import File, TaskError
 
-_MAX_FOLDER_BYTES = 256 << 20
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Healthcheck:
+    """A command that must succeed before the agent begins. Times in seconds."""
+
+    command: str
+    interval: float = 5.0
+    timeout: float = 30.0
+    start_period: float = 0.0
+    retries: int = 3
 
 
 @dataclass(frozen=True)
@@ -22,8 +35,14 @@ class Task:
     """One task. `environment` holds the files that COPY puts into the image and `variables` its ENV; `tests`
     holds the files of tests/, which no agent's sandbox ever sees.
 
-    `docker_only` says which Dockerfile line only a real image build understands, or is empty.
-    Timeouts are seconds. `family`, `suite` and `checks` come from [metadata] ("" / "" / 0 when absent).
+    `docker_only` says why only docker can run it (a Dockerfile line that needs a real build, say), or is empty.
+    `mode` is where the tests run: in the clean environment with the declared `artifacts` (those matching
+    `excluded` left out), or in a snapshot of the agent's whole system. `image` and `verifier_image` name prebuilt
+    images, `verifier_folder` a Dockerfile of the verifier's own, tests baked in. Timeouts are seconds, "" and ()
+    mean unset. `family`, `suite` and `checks` come from [metadata] ("" / "" / 0 when absent).
+
+    `steps` are tasks that follow each other in one sandbox, each with its own instruction, tests, limits and
+    `workdir_files`; below a step's `min_reward` the rest is skipped. `notes` says what was tolerated on reading.
     """
 
     folder: Path
@@ -37,227 +56,335 @@ class Task:
     network: bool
     environment: tuple[File, ...] = field(repr=False)
     tests: tuple[File, ...] = field(repr=False)
-    variables: tuple[tuple[str, str], ...]
+    variables: Pairs
     base: str
     docker_only: str
     family: str
     suite: str
     checks: int
+    mode: Literal["artifacts", "snapshot"] = "artifacts"
+    excluded: tuple[str, ...] = ()
+    cpus: float = 0.0
+    build_timeout: float = 600.0
+    build_folder: Path | None = None
+    image: str = ""
+    verifier_image: str = ""
+    verifier_folder: Path | None = None
+    verifier_variables: Pairs = ()
+    solution_variables: Pairs = ()
+    agent_user: str = ""
+    verifier_user: str = ""
+    healthcheck: Healthcheck | None = None
+    steps: tuple["Task", ...] = ()
+    min_reward: Pairs | float | None = None
+    workdir_files: tuple[File, ...] = field(default=(), repr=False)
+    final_step_counts: bool = False
+    solution: tuple[File, ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = ()
 
 
 def load_task(folder: Path) -> Task:
     """Read a task folder; raises TaskError("<file>: <field>: ...") for anything missing or malformed."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise TaskError(f"{folder}: folder: not a directory; give a folder that holds task.toml")
+        raise TaskError(f"{folder}: folder: not a directory; give a folder that holds task.toml or task.yaml")
+    if (folder / "task.yaml").is_file() and not (folder / "task.toml").exists():
+        from .legacy import load_legacy
+
+        return load_legacy(folder)
     config = folder / "task.toml"
     try:
-        document = tomllib.loads(_text(config))
+        document = tomllib.loads(read_text(config))
     except tomllib.TOMLDecodeError as error:
         raise TaskError(f"{config}: TOML: {error}; correct the syntax") from None
-    instruction = _text(folder / "instruction.md").strip()
-    if not instruction:
-        raise TaskError(f"{folder / 'instruction.md'}: instruction: empty; write what the agent has to do")
-    if not (folder / "tests" / "test.sh").is_file():
-        raise TaskError(f"{folder / 'tests' / 'test.sh'}: file: missing; it must write /logs/verifier/reward.txt")
-    fields = _Fields(config, document)
-    image = _read_dockerfile(folder / "environment")
-    metadata = _Fields(config, fields.table("metadata"), "metadata.")
-    environment = _Fields(config, fields.table("environment"), "environment.")
-    artifacts = document.get("artifacts", [image.workdir])
-    if not isinstance(artifacts, list):
-        raise TaskError(f"{config}: artifacts: {artifacts!r} is not a list; give a list of absolute paths")
-    network = environment.value("network_mode", str, "no-network")
-    if network not in ("no-network", "public"):
-        raise TaskError(f"{config}: environment.network_mode: {network!r} is unknown; use 'no-network' or 'public'")
-    name = _Fields(config, fields.table("task"), "task.").value("name", str, folder.name)
-    return Task(
-        folder=folder.resolve(),
-        name=name or folder.name,
-        instruction=instruction,
-        workdir=image.workdir,
-        agent_timeout=_Fields(config, fields.table("agent"), "agent.").positive("timeout_sec", 600.0),
-        verifier_timeout=_Fields(config, fields.table("verifier"), "verifier.").positive("timeout_sec", 600.0),
-        artifacts=tuple(_artifact(config, entry) for entry in artifacts),
-        memory_mb=int(environment.positive("memory_mb", 2048)),
-        network=network == "public",
-        environment=tuple(image.files),
-        tests=tuple(read_folder(folder / "tests", "/tests")),
-        variables=tuple(image.variables.items()),
-        base=image.base,
-        docker_only=image.docker_only,
-        family=metadata.value("family", str, ""),
-        suite=metadata.value("suite", str, ""),
-        checks=metadata.value("checks", int, 0),
-    )
+    return _Reader(folder, config).task(document)
 
 
-def read_folder(folder: Path, destination: str) -> list[File]:
-    """The files under `folder` as they are placed below `destination`; links may not leave the folder."""
-    files: list[File] = []
-    total = 0
-    root = folder.resolve()
-    for path in sorted(folder.rglob("*")):
-        target = f"{destination.rstrip('/')}/{path.relative_to(folder).as_posix()}"
-        if not path.resolve().is_relative_to(root):
-            raise TaskError(f"{path}: link: points out of {folder}; copy the file into the folder")
-        if path.is_dir():
-            files.append(File(target, None, 0o755))
-        elif path.is_file():
-            status = path.stat()
-            total += status.st_size
-            if total > _MAX_FOLDER_BYTES:
-                raise TaskError(f"{folder}: size: above {_MAX_FOLDER_BYTES >> 20} MB; make the files smaller")
-            files.append(File(target, path.read_bytes(), 0o755 if status.st_mode & stat.S_IXUSR else 0o644))
-        else:
-            raise TaskError(f"{path}: file: neither a regular file nor a directory; remove it")
-    return files
-
-
-class _Fields:
-    """Typed look-up in one TOML table."""
+class Fields:
+    """Typed look-up in one table; `unread` names the keys nobody asked for."""
 
     def __init__(self, file: Path, table: dict[str, Any], prefix: str = ""):
         self.file, self.fields, self.prefix = file, table, prefix
+        self.read: set[str] = set()
+        self.below: list[Fields] = []
 
-    def table(self, key: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.value(key, dict, {})
+    def table(self, key: str) -> "Fields":
+        found = Fields(self.file, self.value(key, dict, {}), f"{self.prefix}{key}.")
+        self.below.append(found)
         return found
 
     def value(self, key: str, kind: type, default: Any) -> Any:
+        self.read.add(key)
         value = self.fields.get(key, default)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            wanted = {str: "text", int: "a whole number", dict: "a table"}[kind]
-            raise TaskError(f"{self.file}: {self.prefix}{key}: {value!r} is not {wanted}; correct it or leave it out")
+        if value is not default and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+            names = {str: "text", int: "a whole number", dict: "a table", list: "a list", bool: "true or false"}
+            raise self.error(key, value, f"is not {names[kind]}", "correct it or leave it out")
         return value
 
-    def positive(self, key: str, default: float) -> float:
+    def positive(self, key: str, default: float, minimum: float = 0.0) -> float:
+        self.read.add(key)
         value = self.fields.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise TaskError(f"{self.file}: {self.prefix}{key}: {value!r} is not a number above 0; correct it")
+        if value is default:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value < float("inf"):
+            raise self.error(key, value, "is not a number above 0", "correct it")
+        if value == 0 and minimum == 0:
+            raise self.error(key, value, "is not a number above 0", "correct it")
         return float(value)
 
+    def choice(self, key: str, default: str, *allowed: str) -> str:
+        value: str = self.value(key, str, default)
+        if value not in (default, *allowed):
+            raise self.error(key, value, "is unknown", f"use {' or '.join(repr(name) for name in allowed)}")
+        return value
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise TaskError(f"{path}: file: missing; every task folder needs it") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path}: file: cannot be read as UTF-8 text ({error}); correct it") from None
+    def variables(self, key: str) -> Pairs:
+        """A table of environment variables, `${NAME}` and `${NAME:-default}` filled from this process's own."""
+        pairs = []
+        for name, value in self.value(key, dict, {}).items():
+            if not isinstance(value, str | int | float) or isinstance(value, bool):
+                raise self.error(f"{key}.{name}", value, "is not text", "put it in quotes")
+            pairs.append((name, re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", self._from_host(f"{key}.{name}"), str(value))))
+        return tuple(pairs)
+
+    def _from_host(self, key: str) -> Any:
+        def fill(found: re.Match[str]) -> str:
+            value = os.environ.get(found[1], found[2])
+            if value is None:
+                raise self.error(key, found[0], "is not set here", f"export {found[1]} or give a default with :-")
+            return value
+
+        return fill
+
+    def error(self, key: str, value: Any, what: str, remedy: str) -> TaskError:
+        return TaskError(f"{self.file}: {self.prefix}{key}: {value!r} {what}; {remedy}")
+
+    def unread(self) -> list[str]:
+        own = [f"{self.prefix}{key}" for key in self.fields if key not in self.read]
+        return own + [name for table in self.below for name in table.unread()]
 
 
-def _artifact(config: Path, entry: Any) -> str:
-    path = entry.get("source") if isinstance(entry, dict) else entry
-    if not isinstance(path, str) or not _is_clean_path(path):
-        raise TaskError(f"{config}: artifacts: {entry!r} is not an absolute path below / without '..'; correct it")
-    return path.rstrip("/")
+class _Reader:
+    """Reads one Harbor folder."""
 
+    def __init__(self, folder: Path, config: Path):
+        self.folder, self.config = folder, config
+        self.notes: list[str] = []
 
-def _is_clean_path(path: str) -> bool:
-    return path.startswith("/") and path.rstrip("/") != "" and not {"..", "."} & set(PurePosixPath(path).parts)
-
-
-class _Image:
-    """What the understood part of a Dockerfile says."""
-
-    def __init__(self) -> None:
-        self.base = ""
-        self.workdir = "/app"
-        self.files: list[File] = []
-        self.variables: dict[str, str] = {}
-        self.docker_only = ""
-
-
-def _read_dockerfile(folder: Path) -> _Image:
-    file = folder / "Dockerfile"
-    image = _Image()
-    workdir = "/"
-    seen_workdir = False
-    for number, line in _logical_lines(_text(file)):
-        word, _, rest = line.partition(" ")
-        where = f"{file}: line {number}: {word.upper()}"
-        rest = rest.strip()
-        match word.upper():
-            case "FROM" if not image.base and " " not in rest and rest:
-                image.base = rest
-            case "WORKDIR" if rest and "$" not in rest:
-                workdir = str(PurePosixPath(workdir) / rest)
-                if not _is_clean_path(workdir):
-                    raise TaskError(f"{where}: {rest!r} is not a directory below /; use an absolute path such as /app")
-                seen_workdir = True
-            case "ENV":
-                image.variables |= _variables(where, rest)
-            case "COPY" if not rest.startswith(("-", "[")) and "$" not in rest:
-                image.files += _copy(where, folder, rest, workdir)
-            case _:
-                image.docker_only = image.docker_only or (
-                    f"{where} {rest}: the local backend understands FROM, COPY, WORKDIR and ENV alone; use docker"
-                )
-    if not image.base:
-        raise TaskError(f"{file}: FROM: missing; begin with FROM debian:bookworm")
-    if seen_workdir:
-        image.workdir = workdir
-    if not image.base.startswith("debian:bookworm"):
-        image.docker_only = image.docker_only or (
-            f"{file}: FROM {image.base}: the local backend has debian:bookworm alone; use docker"
+    def task(self, document: dict[str, Any]) -> Task:
+        root = Fields(self.config, document)
+        root.value("version", str, ""), root.value("schema_version", str, ""), root.value("source", str, "")
+        about, metadata = root.table("task"), Fields(self.config, root.value("metadata", dict, {}), "metadata.")
+        for key in ("version", "description", "authors", "keywords"):
+            about.read.add(key)
+        environment, agent, verifier = root.table("environment"), root.table("agent"), root.table("verifier")
+        image, docker_only, prebuilt = self._image(environment)
+        paths, excluded = self._artifacts(root, image.workdir)
+        own = Fields(self.config, verifier.value("environment", dict, {}), "verifier.environment.")
+        verifier.below.append(own)
+        has_own = "environment" in verifier.fields or (self.folder / "tests" / "Dockerfile").is_file()
+        where = verifier.choice("environment_mode", "", "shared", "separate")
+        if where == "shared" and has_own:
+            raise verifier.error("environment_mode", where, "contradicts its own environment", "use 'separate'")
+        several = root.value("steps", list, [])
+        folder = self.folder.resolve()
+        task = Task(
+            folder=folder,
+            name=about.value("name", str, folder.name) or folder.name,
+            instruction="" if several else self._instruction(self.folder),
+            workdir=image.workdir,
+            agent_timeout=agent.positive("timeout_sec", 600.0),
+            verifier_timeout=verifier.positive("timeout_sec", 600.0),
+            artifacts=paths,
+            memory_mb=self._memory(environment),
+            network=self._network(environment),
+            environment=tuple(image.files),
+            tests=tuple(self._tests(self.folder, required=not several)),
+            variables=(*image.variables.items(), *environment.variables("env")),
+            base=image.base,
+            docker_only=docker_only,
+            family=metadata.value("family", str, ""),
+            suite=metadata.value("suite", str, ""),
+            checks=metadata.value("checks", int, 0),
+            mode="snapshot" if where == "shared" else "artifacts",
+            excluded=excluded,
+            cpus=environment.positive("cpus", 0.0),
+            build_timeout=environment.positive("build_timeout_sec", 600.0),
+            build_folder=self.folder.resolve() / "environment",
+            image=prebuilt,
+            verifier_image=own.value("docker_image", str, ""),
+            verifier_folder=folder / "tests" if (self.folder / "tests" / "Dockerfile").is_file() else None,
+            verifier_variables=verifier.variables("env"),
+            solution_variables=root.table("solution").variables("env"),
+            agent_user=self._user(agent),
+            verifier_user=self._user(verifier),
+            healthcheck=self._healthcheck(environment),
+            solution=tuple(self._scripts(self.folder / "solution", "/solution")),
+            final_step_counts=root.choice("multi_step_reward_strategy", "mean", "mean", "final") == "final",
         )
-    return image
+        if several:
+            task = replace(task, steps=tuple(self._step(task, root, number) for number in range(len(several))))
+        if not task.docker_only and (needs := self._needs_docker(task)):
+            task = replace(task, docker_only=f"{self.config}: {needs}: only docker can do this; use docker")
+        unread = [f"{self.config.name}: {name}: not read" for name in root.unread()]
+        return replace(task, notes=(*self.notes, *unread))
 
+    def _needs_docker(self, task: Task) -> str:
+        needs = {
+            "environment.docker_image": task.image,
+            "verifier.environment": task.verifier_image or task.verifier_folder,
+            "verifier.environment_mode": task.mode == "snapshot",
+            "agent.user": task.agent_user,
+            "verifier.user": task.verifier_user,
+        }
+        return next((field for field, value in needs.items() if value), "")
 
-def _logical_lines(text: str) -> list[tuple[int, str]]:
-    """(number of its first line, instruction), comments dropped and continued lines joined."""
-    lines: list[tuple[int, str]] = []
-    held, begun = "", 0
-    for number, line in enumerate(text.replace("\t", " ").splitlines(), 1):
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
-        begun = begun or number
-        if line.endswith("\\"):
-            held += line[:-1] + " "
-            continue
-        lines.append((begun, held + line))
-        held, begun = "", 0
-    if held:
-        lines.append((begun, held))
-    return lines
+    def _step(self, task: Task, root: Fields, number: int) -> Task:
+        entry = root.value("steps", list, [])[number]
+        if not isinstance(entry, dict):
+            raise root.error(f"steps[{number}]", entry, "is not a table", "write [[steps]] with a name")
+        step = Fields(self.config, entry, f"steps[{number}].")
+        root.below.append(step)
+        name = step.value("name", str, "")
+        folder = self.folder / "steps" / name
+        if not re.fullmatch(r"[\w.-]+", name) or name.startswith(".") or not folder.is_dir():
+            raise step.error("name", name, "names no folder below steps/", "give the step's folder name")
+        agent, verifier = step.table("agent"), step.table("verifier")
+        shared = {file.path: file for file in task.tests}
+        tests = shared | {file.path: file for file in self._tests(folder, required=False)}
+        if "/tests/test.sh" not in tests:
+            raise TaskError(f"{folder / 'tests' / 'test.sh'}: file: missing; it must write /logs/verifier/reward.txt")
+        paths, excluded = self._artifacts(step, task.workdir) if "artifacts" in entry else (task.artifacts, ())
+        return replace(
+            task,
+            name=name,
+            instruction=self._instruction(folder),
+            agent_timeout=agent.positive("timeout_sec", task.agent_timeout),
+            verifier_timeout=verifier.positive("timeout_sec", task.verifier_timeout),
+            verifier_variables=(*task.verifier_variables, *verifier.variables("env")),
+            healthcheck=self._healthcheck(step) or task.healthcheck,
+            artifacts=paths,
+            excluded=excluded or task.excluded,
+            tests=tuple(tests.values()),
+            workdir_files=tuple(self._scripts(folder / "workdir", task.workdir)),
+            solution=tuple(self._scripts(folder / "solution", "/solution")) or task.solution,
+            min_reward=self._min_reward(step),
+        )
 
+    def _min_reward(self, step: Fields) -> Pairs | float | None:
+        step.read.add("min_reward")
+        value = step.fields.get("min_reward")
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            return None if value is None else float(value)
+        if isinstance(value, dict) and all(isinstance(least, int | float) for least in value.values()):
+            return tuple((key, str(least)) for key, least in value.items())
+        raise step.error("min_reward", value, "is neither a number nor a table of numbers", "correct it")
 
-def _variables(where: str, rest: str) -> dict[str, str]:
-    try:
-        words = shlex.split(rest)
-    except ValueError as error:
-        raise TaskError(f"{where}: {rest!r}: {error}; use NAME=value") from None
-    if len(words) > 1 and "=" not in words[0]:
-        words = [f"{words[0]}={rest.partition(' ')[2].strip()}"]
-    pairs = dict(word.partition("=")[::2] for word in words)
-    if not words or not all("=" in word for word in words) or not all(name.isidentifier() for name in pairs):
-        raise TaskError(f"{where}: {rest!r}: not of the form NAME=value; correct it")
-    return pairs
-
-
-def _copy(where: str, folder: Path, rest: str, workdir: str) -> list[File]:
-    *sources, target = rest.split()
-    if not sources:
-        raise TaskError(f"{where}: {rest!r}: needs a source and a destination; use COPY files/ /app/")
-    destination = str(PurePosixPath(workdir) / target)
-    into = target.endswith("/") or target == "." or len(sources) > 1
-    files: list[File] = []
-    for source in sources:
-        path = folder / source.lstrip("/")
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise TaskError(f"{where}: {source!r}: lies outside environment/; copy it into the folder")
-        if path.is_dir():
-            if path == folder:
-                files += [f for f in read_folder(path, destination) if f.path != f"{destination}/Dockerfile"]
-            else:
-                files += read_folder(path, destination)
-            if not any(file.path == destination for file in files) and destination != "/":
-                files.insert(0, File(destination, None, 0o755))
-        elif path.is_file():
-            name = f"{destination.rstrip('/')}/{path.name}" if into else destination
-            files.append(File(name, path.read_bytes(), 0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644))
+    def _image(self, environment: Fields) -> tuple[Image, str, str]:
+        """(what the Dockerfile says, why only docker can build it, the prebuilt image's name)."""
+        prebuilt = environment.value("docker_image", str, "")
+        folder = self.folder / "environment"
+        for name in ("docker-compose.yaml", "docker-compose.yml"):
+            if (folder / name).exists():
+                raise TaskError(f"{folder / name}: file: several services are not supported; use one Dockerfile")
+        if environment.choice("os", "linux", "linux", "windows") == "windows":
+            raise environment.error("os", "windows", "is not supported", "use a Linux task")
+        if environment.value("gpus", int, 0):
+            raise environment.error("gpus", environment.fields["gpus"], "cannot be given", "use a task without a GPU")
+        for key in ("storage_mb", "storage"):
+            if environment.fields.get(key):
+                environment.read.add(key)
+                self.notes.append(f"task.toml: environment.{key}: not enforced by docker; local has a fixed quota")
+        if prebuilt and not (folder / "Dockerfile").exists():
+            image = Image()
+            image.base = prebuilt
         else:
-            raise TaskError(f"{where}: {source!r}: no such file in {folder}; add it or correct the line")
-    return files
+            image = read_dockerfile(folder)
+        image.workdir = environment.value("workdir", str, "") or image.workdir
+        if not is_clean_path(image.workdir):
+            raise environment.error("workdir", image.workdir, "is not a directory below /", "use /app")
+        return image, image.docker_only, prebuilt
+
+    def _memory(self, environment: Fields) -> int:
+        text = environment.value("memory", str, "")
+        if "memory_mb" in environment.fields or not text:
+            return int(environment.positive("memory_mb", 2048))
+        found = re.fullmatch(r"(\d+)\s*([MG])i?B?", text.strip(), re.IGNORECASE)
+        if not found or int(found[1]) == 0:
+            raise environment.error("memory", text, "is not a size", "write '2G' or memory_mb = 2048")
+        return int(found[1]) * (1024 if found[2] in "Gg" else 1)
+
+    def _network(self, environment: Fields) -> bool:
+        mode = environment.choice("network_mode", "", "no-network", "public", "allowlist")
+        allowed = environment.value("allow_internet", bool, False)
+        if mode == "allowlist":
+            raise environment.error("network_mode", mode, "cannot be enforced", "use 'no-network' or 'public'")
+        return mode == "public" or (not mode and allowed)
+
+    def _user(self, table: Fields) -> str:
+        table.read.add("user")
+        user = table.fields.get("user", "")
+        if (
+            isinstance(user, bool)
+            or not isinstance(user, str | int)
+            or not re.fullmatch(r"[\w.-]*(:[\w.-]+)?", f"{user}")
+        ):
+            raise table.error("user", user, "is not a user", "give a name or a number")
+        return "" if str(user) in ("root", "0") else str(user)
+
+    def _healthcheck(self, environment: Fields) -> Healthcheck | None:
+        if "healthcheck" not in environment.fields:
+            return None
+        table = environment.table("healthcheck")
+        command = table.value("command", str, "")
+        if not command:
+            raise table.error("command", command, "is empty", "give the command that must succeed")
+        return Healthcheck(
+            command,
+            table.positive("interval_sec", 5.0),
+            table.positive("timeout_sec", 30.0),
+            max(table.positive("start_period_sec", 0.0), table.positive("start_interval_sec", 0.0)),
+            int(table.positive("retries", 3)),
+        )
+
+    def _artifacts(self, table: Fields, workdir: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(paths, patterns left out)."""
+        value = table.fields.get("artifacts", [workdir])
+        table.read.add("artifacts")
+        if not isinstance(value, list):
+            raise table.error("artifacts", value, "is not a list", "give a list of absolute paths")
+        paths, excluded = [], list[str]()
+        for entry in value or [workdir]:
+            path = entry.get("source") if isinstance(entry, dict) else entry
+            if not isinstance(path, str) or not is_clean_path(path):
+                raise table.error("artifacts", entry, "is not an absolute path below / without '..'", "correct it")
+            if isinstance(entry, dict):
+                if entry.get("service", "main") != "main":
+                    raise table.error("artifacts", entry, "names another service", "use 'main'")
+                excluded += [f"{path.rstrip('/')}/{pattern}" for pattern in entry.get("exclude", [])]
+            paths.append(path.rstrip("/"))
+        return tuple(paths), tuple(excluded)
+
+    def _instruction(self, folder: Path) -> str:
+        lines = read_text(folder / "instruction.md").splitlines()
+        while lines and (not lines[0].strip() or ("canary" in lines[0].lower() and lines[0].startswith(("#", "<!--")))):
+            lines.pop(0)
+        if not lines:
+            raise TaskError(f"{folder / 'instruction.md'}: instruction: empty; write what the agent has to do")
+        return "\n".join(lines).strip()
+
+    def _tests(self, folder: Path, required: bool) -> list[File]:
+        if required and not (folder / "tests" / "test.sh").is_file():
+            raise TaskError(f"{folder / 'tests' / 'test.sh'}: file: missing; it must write /logs/verifier/reward.txt")
+        return self._scripts(folder / "tests", "/tests")
+
+    def _scripts(self, folder: Path, destination: str) -> list[File]:
+        """The folder's files, shell scripts with newlines as Linux needs them."""
+        if not folder.is_dir():
+            return []
+        files = read_folder(folder, destination)
+        for number, file in enumerate(files):
+            if file.path.endswith(".sh") and file.data and b"\r\n" in file.data:
+                files[number] = replace(file, data=file.data.replace(b"\r\n", b"\n"))
+                self.notes.append(f"{file.path.lstrip('/')}: Windows line ends were replaced")
+        return files

@@ -148,6 +148,14 @@ def test_gradient_check_lets_only_a_right_rule_pass():
             check_gradients(wrong, torch.device("cpu"))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wraps kernels that need a GPU")
+def test_flash_linear_attention_passes_the_check_on_this_card():
+    pytest.importorskip("fla")
+    inputs = [x.detach().to("cuda", torch.bfloat16) for x in draw(1, 100)]
+    for ours, wanted in zip(gated_delta_rule(*inputs), gated_delta_rule(*inputs, impl="torch"), strict=True):
+        torch.testing.assert_close(ours.float(), wanted.float(), rtol=0.05, atol=0.02)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -15,6 +15,9 @@ row = torch.ones(1, 3)
 advantages, _ = tb_gae(row, row, row.bool(), torch.zeros(1, 3, dtype=torch.int64))
 assert advantages.tolist() == [[2.0, 1.0, 0.0]], advantages
 assert not {"rsi", "rsi_kernels", "rsi_sandbox"} & set(sys.modules)
+import rsi_kernels
+assert torch.equal(rsi_kernels.tb_gae(row, row, row.bool(), torch.zeros(1, 3, dtype=torch.int64))[0], advantages)
+assert hasattr(torch.ops.embedded, "tb_gae") and hasattr(torch.ops.rsi_kernels, "tb_gae")
 """
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rsi_kernels import tb_gae
+from rsi_kernels import combine_moments, flags_from, tb_gae, tb_gae_triton, tb_gae_with_moments
 from rsi_kernels.reference import tb_gae_row
+from rsi_kernels.tb_gae import _nonzero as find_nonzero
 from torch import Tensor
 
 PROPERTY = settings(deadline=None, max_examples=60, derandomize=True)
@@ -310,3 +311,136 @@ def test_packed_offsets_must_cover_all_tokens(offsets):
     flat = {name: value.reshape(-1) for name, value in good().items()}  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to 8"):
         tb_gae(**flat, cu_seqlens=torch.tensor(offsets))
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of 32 tokens, 2 pairs at a time, rows below 40 tokens packed: few tokens then take every path."""
+    for name, value in (("CHUNK", 32), ("PAIRS", 2), ("SHORT", 40)):
+        monkeypatch.setattr(tb_gae_triton, name, value)
+
+
+def random_batch(rows: int, tokens: int, density: float = 0.5, scale: float = 1.0) -> Batch:
+    """Random turns, observations poisoned; turn numbers there mean nothing and may change anywhere in a gap."""
+    generator = torch.Generator().manual_seed(rows * 10_000 + tokens)
+    action = torch.rand(rows, tokens, generator=generator) < density
+    turn = (torch.rand(rows, tokens, generator=generator) < 0.2).long().cumsum(1)
+    rewards, values = (scale * torch.randn(rows, tokens, generator=generator) for _ in range(2))
+    rewards[~action], values[~action] = math.nan, math.inf
+    return Batch(*(x.to(DEVICE) for x in (rewards, values, action, turn)))
+
+
+def test_flags_by_hand():
+    action = torch.tensor([[0, 1, 1, 0, 1, 0], [1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 0, 0]])
+    turn = torch.tensor([[-1, 0, 0, 5, 1, -1], [0, 1, 2, 2, 2, 2], [0, 1, 2, 3, 4, 5]])
+    wanted = [[0, 1, 3, 0, 13, 0], [3, 0, 0, 5, 0, 9], [0] * 6]
+    assert flags_from(action, turn).tolist() == wanted
+    packed = flags_from(action.reshape(-1), turn.reshape(-1), torch.tensor([0, 6, 12, 18]))
+    assert packed.view(3, 6).tolist() == wanted and packed.dtype == torch.uint8
+
+
+@PROPERTY
+@given(ROWS, st.lists(st.integers(0, 9), min_size=1, max_size=5), FACTOR, FACTOR, FACTOR, FACTOR)
+def test_flags_say_all_that_turns_say(rows, gaps, gamma, lam, gamma_token, lambda_token):
+    batch = lay_out(rows, gaps, fill=math.nan)
+    flags = flags_from(batch.action, batch.turn)
+    bootstrap = torch.arange(len(rows)).double()
+    for factors in ((gamma, lam), (gamma, lam, gamma_token, lambda_token)):
+        given = tb_gae(batch.rewards, batch.values, None, None, *factors, bootstrap=bootstrap, flags=flags)
+        for ours, wanted in zip(given, batch.run(*factors, bootstrap=bootstrap), strict=True):
+            assert torch.equal(ours, wanted)
+
+
+def test_byte_scan_finds_what_nonzero_finds():
+    """Lengths around a word, alignments within one, dense and sparse."""
+    for length in (0, 1, 7, 8, 9, 63, 64, 65, 500):
+        for start in (0, 1, 8):
+            for density in (0.0, 0.02, 0.5, 1.0):
+                x = (torch.rand(start + length) < density)[start:]
+                assert torch.equal(find_nonzero(x), x.nonzero().squeeze(1))
+                assert torch.equal(find_nonzero(x * 8.0), x.nonzero().squeeze(1))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 33, 65, 130])
+@pytest.mark.parametrize("factors", [(0.99, 0.95), (1.0, 1.0), (0.9, 0.8, 0.7, 0.6)])
+def test_triton_equals_torch(tokens, factors, small_chunks):
+    """Up to 5 chunks a row, so that the carry needs several reads of pairs."""
+    batch = random_batch(3, tokens)
+    batch.action[1] = False
+    given = (batch.rewards, batch.values, batch.action, batch.turn, *factors)
+    bootstrap = torch.tensor([1.0, math.nan, -2.0], device=DEVICE)
+    for extra in ({}, {"bootstrap": bootstrap}):
+        ours = tb_gae_with_moments(*given, **extra, impl="triton")
+        wanted = tb_gae_with_moments(*given, **extra, impl="torch")
+        for found, right in zip(ours, wanted, strict=True):
+            assert found.dtype == right.dtype and not found.requires_grad
+            torch.testing.assert_close(found, right, rtol=2e-5, atol=2e-5)
+        assert not ours[0][~batch.action].any() and not ours[1][~batch.action].any()
+    again = tb_gae_with_moments(*given, **extra, impl="triton")
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+
+
+@pytest.mark.parametrize("kept", [0, 40, 99])
+def test_triton_with_a_single_action_token(kept, small_chunks):
+    batch = random_batch(1, 100, density=0.0)
+    batch.action[0, kept] = True
+    batch.rewards[0, kept], batch.values[0, kept] = 2.0, 0.5
+    advantages, returns = batch.run(0.9, 0.9, impl="triton")
+    assert advantages[0].tolist() == [1.5 if t == kept else 0.0 for t in range(100)]
+    assert returns[0, kept] == 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_triton_half_inputs(dtype, small_chunks):
+    batch = random_batch(2, 70)
+    batch.values = batch.values.to(dtype)
+    ours, wanted = batch.run(impl="triton"), batch.run(impl="torch")
+    for found, right in zip(ours, wanted, strict=True):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, right, rtol=1e-2, atol=1e-2)
+
+
+def test_triton_padded_equals_packed_and_padding_changes_nothing(small_chunks):
+    batch = random_batch(4, 50)
+    offsets = torch.arange(5, device=DEVICE) * 50
+    flat = Batch(*(x.reshape(-1) for x in vars(batch).values()))
+    wide = Batch(*(torch.nn.functional.pad(x, (0, 27)) for x in vars(batch).values()))
+    turned = Batch(*(x.T.contiguous().T for x in vars(batch).values()))
+    padded = batch.run(impl="triton")
+    for other in (flat.run(impl="triton", cu_seqlens=offsets), wide.run(impl="triton"), turned.run(impl="triton")):
+        for found, right in zip(other, padded, strict=True):
+            found = found.view(4, -1)[:, :50]
+            torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+
+
+def test_large_values_and_no_discount_keep_their_precision(small_chunks):
+    """|V| near 100: the values cancel inside the recurrence and not, rounded, at its end."""
+    batch = random_batch(1, 600, density=1.0, scale=100.0)
+    ours, wanted = batch.run(1.0, 1.0, impl="triton"), batch.run(1.0, 1.0, impl="torch")
+    size = float(wanted[1].abs().max())
+    assert float((ours[0] - wanted[0]).abs().max()) < 3e-7 * size
+
+
+def test_moments_combine_over_parts():
+    parts = [torch.randn(n, dtype=torch.float64) * 3 + 100 for n in (1, 5, 400)] + [torch.zeros(0).double()]
+    table = [[len(x), float(x.mean()) if len(x) else 0.0, float((x - x.mean()).square().sum())] for x in parts]
+    count, mean, squares = combine_moments(torch.tensor(table, dtype=torch.float64)).tolist()
+    whole = torch.cat(parts)
+    assert count == 406 and mean == pytest.approx(float(whole.mean()))
+    assert squares == pytest.approx(float((whole - whole.mean()).square().sum()))
+    assert combine_moments(torch.zeros(0, 3)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_flags_mistakes_are_named():
+    x = torch.zeros(2, 4)
+    flags = torch.zeros(2, 4, dtype=torch.uint8)
+    for wrong in ({}, {"action": x}, {"turn": x.long()}, {"action": x, "turn": x.long(), "flags": flags}):
+        with pytest.raises(ValueError, match="give either action and turn, or flags"):
+            tb_gae(x, x, **wrong)
+    with pytest.raises(ValueError, match="uint8"):
+        tb_gae(x, x, flags=x)
+    with pytest.raises(ValueError, match="float64"):
+        tb_gae(x.double(), x.double(), flags=flags, impl="triton")

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from rsi.batch import (
     collate,
     count_actions,
-    dummy_micro_batch,
     gather_predictors,
     padded_length,
     plan_micro_batches,
@@ -94,7 +93,7 @@ def test_records_without_sampler_log_probs_or_actions():
     assert collate([supervised], [0], PAD).logprob_N.tolist() == [0.0, 0.0]
     silent = collate([SILENT], [0], PAD)
     assert silent.action_count == 0 and silent.scatter(torch.zeros(0)).shape == (1, 32)
-    dummy = dummy_micro_batch(PAD)
+    dummy = collate([], [], PAD)
     assert dummy.action_count == 0 and dummy.ids_BT.shape == (1, 16) and dummy.ids_BT.eq(PAD).all()
 
 

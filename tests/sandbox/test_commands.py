@@ -4,7 +4,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from rsi_sandbox import Backend, Sandbox, SandboxError, Task, verify
+from rsi_sandbox import Backend, Sandbox, SandboxError, Task, open_backend, verify
 from rsi_sandbox.shell import clean
 from sandbox_tasks import SOLUTION
 
@@ -157,3 +157,70 @@ def test_sixteen_threads(backend: Backend, task: Task) -> None:
 
     with ThreadPoolExecutor(16) as threads:
         assert list(threads.map(attempt, range(16))) == [(f"{i}\n", bool(i % 2)) for i in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("command", "exhausted"),
+    [
+        ("echo No space left on device; exit 1", ()),  # a claim alone proves nothing
+        ("for i in {1..400}; do sleep 30 & done 2>&1 | tail -2; wait", ("processes",)),
+        ("head -c 1100M /dev/zero > /app/big; s=$?; rm -f /app/big; (exit $s)", ("disk",)),
+        ("awk 'BEGIN { s = \"x\"; while (1) s = s s }'", ("memory",)),
+    ],
+)
+def test_what_runs_out_is_named(sandbox: Sandbox, command: str, exhausted: tuple[str, ...]) -> None:
+    if "big" in command and sandbox.__class__.__name__ == "LocalSandbox":
+        command = "head -c 1100M /dev/zero > /app/big"  # full as long as the file is there
+    result = sandbox.run(command, timeout=20)
+    if "sleep" in command:
+        assert result.limit == "timeout" or result.exhausted, result
+        assert set(result.exhausted) <= {"processes"}
+    else:
+        assert result.exhausted == exhausted, result
+    assert sandbox.run("echo alive").output.endswith("alive\n")
+
+
+def test_terminal(sandbox: Sandbox) -> None:
+    sandbox.run("echo from-the-shell > /tmp/file")
+    terminal = sandbox.terminal(rows=20, columns=70)
+    terminal.type("", 1.0)
+    assert "from-the-shell" in terminal.type("cat /tmp/file\n", 1.0)
+    assert "20 70" in terminal.type("stty size\n", 1.0)
+    assert "is a terminal" in terminal.type("test -t 0 && echo is a termi''nal\n", 1.0)
+    terminal.type("sleep 1000\n", 0.3)
+    assert "back again" in terminal.type("\x03echo back a''gain\n", 1.0)
+    long = "x" * 3000
+    terminal.type(f"cat > /tmp/typed <<'END'\n{long[:1500]}\n{long[1500:]}\nEND\n", 1.5)
+    assert sandbox.run("wc -c < /tmp/typed").output == "3002\n"
+    terminal.type("read -p secret: -s word\n", 0.5)
+    assert "hidden" not in terminal.type("hidden\n", 0.5)
+    assert "hidden" in terminal.type("echo $word\n", 0.5)
+    flood = terminal.type("yes | head -c 3000000; echo at its e''nd\n", 4)
+    assert len(flood) < 11_000 and "at its end" in flood and "omitted" in flood
+    assert sandbox.run("echo beside").output == "beside\n"
+    terminal.type("exit\n", 1.0)
+    with pytest.raises(SandboxError, match="ended"):
+        terminal.type("echo\n", 1.0)
+        terminal.type("echo\n", 1.0)
+    terminal.close()
+    terminal.close()
+    with pytest.raises(SandboxError, match="closed"):
+        terminal.type("echo\n", 1.0)
+
+
+def test_terminal_does_not_outlive_its_sandbox(backend: Backend, task: Task) -> None:
+    with backend.start(task) as sandbox:
+        terminal = sandbox.terminal()
+        terminal.type("sleep 1234 &\n", 0.5)
+        sandbox.stop()
+        with pytest.raises(SandboxError):
+            for _ in range(3):
+                terminal.type("echo\n", 0.5)
+
+
+def test_the_agent_cannot_leave_its_user_by_the_terminal(task: Task) -> None:
+    with open_backend("local", "tests") as backend, backend.start(task) as sandbox:
+        terminal = sandbox.terminal()
+        assert "uid=1000" in terminal.type("id\n", 1.0)
+        assert "CapEff:0000000000000000" in terminal.type("grep CapEff /proc/self/status | tr -d '\\t'\n", 1.0)
+        assert "denied" in terminal.type("cat /proc/1/environ\n", 1.0)

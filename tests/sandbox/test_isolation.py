@@ -82,7 +82,7 @@ def test_local_disk_and_memory_are_bounded(task: Task) -> None:
             )
             == 1
         )
-        assert sandbox.run("tail -c 1500M /dev/zero", 30).exit_code != 0
+        assert sandbox.run("awk 'BEGIN { s = \"x\"; while (1) s = s s }'", 30).exit_code not in (0, None)
 
 
 def _owner_program(kind: str, folder: Path) -> str:

@@ -1,0 +1,275 @@
+"""The docker backend: one container a sandbox."""
+
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import docker
+import docker.errors
+from docker.types import LogConfig, Ulimit
+
+from . import artifacts, shell, toolchain
+from .archive import pack
+from .container import API_SECONDS, FAILURES, OUTER, DockerSandbox
+from .image import build_image, find_base
+from .records import AGENT_PROCESSES, REPORT_BYTES, File, Grade, SandboxError, Snapshot
+from .task import Task
+
+HOME = "/root"
+_LABEL = "rsi.owner"
+_FILE_BYTES = 1 << 30
+
+
+class DockerBackend:
+    """Starts containers; at most `starts` are being created at once (a two-core daemon starts 5 to 7 a second)."""
+
+    kind = "docker"
+
+    def __init__(self, reason: str, run: str, starts: int, reap: bool = True):
+        self.reason = reason
+        self.run = re.sub(r"[^A-Za-z0-9_.-]", "-", run).strip("-.") or "run"
+        self.starts = threading.BoundedSemaphore(starts)
+        self.execs = threading.BoundedSemaphore(2 * starts)
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._live: dict[str, dict[str, str]] = {}  # the environment of each container of ours
+        self.labels = {_LABEL: _owner(os.getpid()), "rsi.run": self.run}
+        self._build_lock = threading.Lock()
+        self._images: dict[str, str] = {}
+        try:
+            self.client.ping()
+            if reap:
+                self.reap()
+        except FAILURES as error:
+            raise SandboxError(f"no Docker daemon answers ({error}): start one or use --sandbox local") from None
+
+    @property
+    def client(self) -> Any:
+        """This thread's connection to the daemon."""
+        if not hasattr(self._local, "client"):
+            self._local.client = docker.from_env(timeout=API_SECONDS)
+        return self._local.client
+
+    def start(self, task: Task) -> "DockerSandbox":
+        """A sandbox with the task's environment and the agent's shell in its working directory."""
+        variables = shell.environment(dict(task.variables), HOME)
+        command = [*shell.SHELL, OUTER, "bash", shell.driver(task.workdir, variables)]
+        files = () if task.docker_only else task.environment
+        sandbox = self._create(task, self._image(task), command, variables, files, user=task.agent_user)
+        try:
+            sandbox.open_shell()
+            shell.wait_until_healthy(sandbox, task.healthcheck)
+        except BaseException:
+            sandbox.close()
+            raise
+        return sandbox
+
+    def grade(self, task: Task, left: Sequence[File], snapshot: Snapshot | None = None) -> Grade:
+        """Run the task's tests in a clean container that holds what was `left` in place of the artifact paths, or in
+        a container of the `snapshot`, which this removes.
+        """
+        variables = shell.environment({**dict(task.variables), **dict(task.verifier_variables)}, HOME)
+        own = task.verifier_image or task.verifier_folder
+        volumes = toolchain.mount(self.client) if task.docker_only else {}
+        if volumes:
+            variables["PATH"] = f"{toolchain.ROOT}/bin:{variables['PATH']}"
+        tests = [
+            File("/logs/verifier", None, 0o777 if task.verifier_user else 0o755),
+            *([] if own else [File("/tests", None, 0o755), *task.tests]),
+        ]
+        image, command, files = self._image(task, own=True), ["/bin/bash", "/tests/test.sh"], tests
+        if snapshot or own or task.docker_only:  # the image itself holds what these replace
+            stage = f"/.rsi-{secrets.token_hex(8)}"
+            roots = [*(() if snapshot else task.artifacts), "/logs/verifier", *(() if own else ("/tests",))]
+            script = (
+                f"rm -rf -- {shlex.join(roots)}; [[ -L /logs ]] && rm /logs; cp -a {stage}/. / && rm -rf {stage}; "
+                f"cd {shlex.quote(task.workdir)}; exec /bin/bash /tests/test.sh"
+            )
+            if task.verifier_user:
+                script = script.replace("exec ", f"exec su -p -s /bin/bash {task.verifier_user.split(':')[0]} ")
+            command = ["/bin/bash", "--noprofile", "--norc", "-c", script]
+            files = [File(stage + file.path, file.data, file.mode, file.mtime) for file in [*left, *tests]]
+            image = snapshot.image if snapshot else image
+        else:
+            files = [*artifacts.outside(task.environment, task.artifacts), *left, *tests]
+        try:
+            with self._create(task, image, command, variables, files, volumes=volumes) as sandbox:
+                output = sandbox.wait(task.verifier_timeout)
+                sandbox.stop()
+                found = {file.path: file.data for file in sandbox.entries("/logs", REPORT_BYTES, 2, cut=True)}
+        finally:
+            if snapshot:
+                self.forget(snapshot)
+        reward, report, rewards = (
+            found.get(f"/logs/verifier/{name}") for name in ("reward.txt", "ctrf.json", "reward.json")
+        )
+        return Grade(reward, report, output, rewards)
+
+    def variables(self, name: str) -> dict[str, str]:
+        """The environment of one of this backend's containers."""
+        with self._lock:
+            return dict(self._live[name])
+
+    def forget(self, snapshot: Snapshot) -> None:
+        """Remove a snapshot's image."""
+        try:
+            self.client.api.remove_image(snapshot.image, force=True)
+        except docker.errors.ImageNotFound:
+            pass
+        except FAILURES as error:
+            raise SandboxError(f"the snapshot {snapshot.image} could not be removed ({error})") from None
+
+    def _create(
+        self,
+        task: Task,
+        image: str,
+        command: list[str],
+        variables: dict[str, str],
+        files: Iterable[File],
+        user: str = "",
+        volumes: dict[str, dict[str, str]] | None = None,
+    ) -> "DockerSandbox":
+        name = f"rsi-{self.run[:40]}-{secrets.token_hex(6)}"
+        sandbox = None
+        with self.starts:
+            try:
+                with self._lock:
+                    self._live[name] = variables
+                api = self.client.api  # whose calls, unlike the client's, make no inspection of their own
+                limits = api.create_host_config(
+                    binds=volumes,
+                    network_mode="bridge" if task.network else "none",
+                    mem_limit=task.memory_mb << 20,
+                    memswap_limit=task.memory_mb << 20,
+                    nano_cpus=int(task.cpus * 1e9) or None,
+                    pids_limit=AGENT_PROCESSES,
+                    restart_policy={"Name": "no"},
+                    cap_drop=["NET_RAW", "MKNOD", "AUDIT_WRITE", "SETFCAP"],
+                    security_opt=["no-new-privileges"],
+                    log_config=LogConfig(type="none"),
+                    ulimits=[
+                        Ulimit(name="fsize", soft=_FILE_BYTES, hard=_FILE_BYTES),
+                        Ulimit(name="core", soft=0, hard=0),
+                    ],
+                )
+                api.create_container(
+                    image,
+                    command,
+                    name=name,
+                    hostname="sandbox",
+                    working_dir=task.workdir,
+                    entrypoint=[],
+                    user=user or "root",
+                    environment=variables,
+                    stdin_open=True,
+                    labels=self.labels,
+                    host_config=limits,
+                )
+                self.client.api.put_archive(name, "/", pack(files))
+                sandbox = DockerSandbox(self, name, user or "root")
+                self.client.api.start(name)
+                return sandbox
+            except BaseException as error:
+                with contextlib.suppress(SandboxError):  # it stays among the live ones, which `close` removes
+                    sandbox.close() if sandbox else self.remove(name)
+                if isinstance(error, FAILURES):
+                    raise SandboxError(f"a container could not be started ({error})") from None
+                raise
+
+    def _image(self, task: Task, own: bool = False) -> str:
+        """The name of the task's image, or of its verifier's where that has one of its `own`."""
+        folder, name = (task.build_folder if task.docker_only else None), task.image
+        if own and (task.verifier_image or task.verifier_folder):
+            folder, name = task.verifier_folder, task.verifier_image
+        key = name or (str(folder) if folder else task.base)
+        with self._build_lock:
+            if key not in self._images:
+                if name or not folder:
+                    image = find_base(self.client, key)
+                else:
+                    image = build_image(self.client, folder, task.build_timeout)
+                self._images[key] = image
+            return self._images[key]
+
+    def all(self) -> list[tuple[str, str, str, str]]:
+        """(name, run, process id of the owner, state) of every sandbox on this daemon."""
+        containers = self.client.containers.list(all=True, filters={"label": _LABEL}, ignore_removed=True)
+        return [
+            (found.name, found.labels.get("rsi.run", ""), found.labels[_LABEL].partition(" ")[0], found.status)
+            for found in containers
+        ]
+
+    def leftovers(self) -> dict[str, str]:
+        """Names of the containers and snapshots whose owning process on this machine is dead, and their runs."""
+        found = {}
+        for container in self.client.containers.list(all=True, filters={"label": _LABEL}, ignore_removed=True):
+            if _is_dead(container.labels[_LABEL]):
+                found[container.name] = container.labels.get("rsi.run", "")
+        for image in self.client.images.list(all=True, filters={"label": _LABEL}):
+            if _is_dead(image.labels[_LABEL]):
+                found[image.id] = image.labels.get("rsi.run", "")
+        return found
+
+    def reap(self) -> dict[str, str]:
+        """Remove what `leftovers` names, and return it."""
+        found = self.leftovers()
+        for name in found:
+            if name.startswith("sha256:"):
+                self.forget(Snapshot(name, ()))
+            else:
+                self.remove(name)
+        return found
+
+    def remove(self, name: str) -> None:
+        try:
+            self.client.api.remove_container(name, force=True, v=True)
+        except docker.errors.NotFound:
+            pass
+        except docker.errors.APIError as error:
+            if error.status_code != 409:  # 409: being removed already
+                raise SandboxError(f"container {name} could not be removed ({error.explanation})") from None
+        except FAILURES as error:
+            raise SandboxError(f"container {name} could not be removed ({error})") from None
+        with self._lock:
+            self._live.pop(name, None)
+
+    def close(self) -> None:
+        """Remove every container of this backend."""
+        with self._lock:
+            live = list(self._live)
+        for name in live:
+            self.remove(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _namespace() -> str:
+    return str(Path("/proc/self/ns/pid").readlink())
+
+
+def _is_dead(owner: str) -> bool:
+    """Whether the process that a label names is gone; False where another pid namespace has to say."""
+    pid, _, namespace = owner.split(" ")
+    return namespace == _namespace() and _owner(int(pid)) != owner
+
+
+def _owner(pid: int) -> str:
+    """Identity of a living process: pid, start time, pid namespace; empty when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    return f"{pid} {int(fields[19])} {_namespace()}"
