@@ -10,10 +10,12 @@ behind. The last line is one JSON object; the exit code is 1 where anything diff
 """
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -76,7 +78,8 @@ def kill_once(arguments: argparse.Namespace, name: str, rng: random.Random) -> b
     except subprocess.TimeoutExpired:
         ranks = trainers(process.pid)
         for victim in [rng.choice(ranks)] if rng.random() < 0.5 and ranks else [process.pid, *ranks]:
-            os.kill(victim, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
         process.wait()
         return True
     if process.returncode:
@@ -94,7 +97,13 @@ def outcome(folder: Path) -> dict[str, Any]:
         for line in path.read_text(encoding="utf-8").splitlines():
             record = {name: value for name, value in json.loads(line).items() if name != "seconds"}
             attempts.setdefault(kind, []).append(json.dumps(record))
+    others = [*(folder / "runbooks").glob("*"), *(folder / "stages").glob("*/kept.jsonl")]
+    others += (folder / "stages").glob("*/evaluation.json")
+    kept = {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in sorted(others)}
+    for name, text in kept.items():
+        kept[name] = re.sub(r'"seconds":[^,}]*', "", text)
     return {
+        "files": kept,
         "stages": [{name: value for name, value in record.items() if name != "seconds"} for record in stages],
         "metrics": [{name: value for name, value in step.items() if "timing_s" not in name} for step in steps],
         "attempts": {kind: sorted(lines) for kind, lines in attempts.items()},

@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from rsi import __version__, distributed
@@ -69,21 +71,28 @@ class Run:
         return partial
 
     def _cut_back(self, stage: Stage, partial: Path) -> None:
-        saved = read_progress(partial)
-        files = self.appended(stage.name)
+        saved, files = read_progress(partial), self.appended(stage.name)
         if saved is None or any(files.get(name, -1) < size for name, size in saved["files"].items()):
             shutil.rmtree(partial, ignore_errors=True)
-            saved = {"files": {}}
-            metrics = self.folder / "metrics.jsonl"
-            if metrics.exists():
-                lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-                whole = [line for line in lines if line.endswith("\n") and json.loads(line)["stage"] != stage.name]
-                saved["files"]["metrics.jsonl"] = sum(len(line.encode()) for line in whole)
+            saved = {"position": 0, "files": {}}
+        metrics = self.folder / "metrics.jsonl"
+        kept = saved["files"].pop(metrics.name, 0)
+        if metrics.exists():
+            text = metrics.read_bytes()
+            # Beyond the saved length the whole lines of other stages stay: one may have run since.
+            rest = [line for line in text[kept:].decode().splitlines(keepends=True) if line.endswith("\n")]
+            others = [line for line in rest if json.loads(line)["stage"] != stage.name]
+            write_atomically(metrics, text[:kept].decode() + "".join(others))
         for name in files:
+            if name == metrics.name:
+                continue
             if name in saved["files"]:
                 os.truncate(self.folder / name, saved["files"][name])
             else:
                 (self.folder / name).unlink()
+        for old in (partial / "state").glob("[0-9]*"):
+            if int(old.name) != saved["position"]:
+                shutil.rmtree(old)
         partial.mkdir(parents=True, exist_ok=True)
 
     def appended(self, stage: str) -> dict[str, int]:
@@ -100,6 +109,7 @@ class Run:
             write_atomically(partial / "stage.json", json.dumps(record, indent=1) + "\n")
             os.sync()
             partial.rename(final)
+            shutil.rmtree(final / "state", ignore_errors=True)
         distributed.meet(f"{stage.name} finished")
         self.write_stages()
 
@@ -126,6 +136,7 @@ class Progress:
     stage: str
     folder: Path
     notes: dict[str, Any] = field(default_factory=dict)
+    begun: float = field(default_factory=time.monotonic)
     writing: Future[Any] | None = None
     record: dict[str, Any] | None = None
 
@@ -135,39 +146,65 @@ class Progress:
         saved = read_progress(folder)
         return cls(run, stage, folder / "state", saved["notes"] if saved else {})
 
+    def seconds(self) -> float:
+        """How long the stage has taken, what was done before it was killed included."""
+        before: float = self.notes.get("seconds", 0.0)
+        return before + time.monotonic() - self.begun
+
     def load(self, parts: Parts) -> int:
-        """Bring the networks and optimizers to the saved position and return it; 0 where there is none."""
+        """Bring the networks and optimizers to the saved position and return it; 0 where there is none.
+
+        Raises:
+            OSError: what was saved cannot be read.
+        """
         saved = read_progress(self.folder.parent)
         if saved is None or not saved["position"]:
             return 0
-        state = state_of(parts)
-        dcp.load(state, checkpoint_id=self.folder / f"{saved['position']:06d}")
+        position: int = saved["position"]
+        folder, state = self.folder / f"{position:06d}", state_of(parts)
+        try:
+            dcp.load(state, checkpoint_id=folder)
+        except CheckpointException as problem:
+            raise OSError(f"{folder} cannot be read ({reason(problem)}): delete its parent to redo the stage") from None
         for name, (model, optimizers) in parts.items():
             found = state[name]
             set_state_dict(model, optimizers, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-        position: int = saved["position"]
         return position
 
     def save(self, position: int, parts: Parts | None = None) -> None:
-        """Save this position (`parts` None: the files alone); it counts from the next `save` or `flush` on."""
+        """Save this position. With `parts` they are written in the background: it counts from `flush` on."""
         self.flush()
-        self.record = {"position": position, "notes": dict(self.notes), "files": self.run.appended(self.stage)}
-        if parts is not None:
+        notes = self.notes | {"seconds": self.seconds()}
+        self.record = {"position": position, "notes": notes, "files": self.run.appended(self.stage)}
+        if parts is None:
+            self.flush()
+            return
+        target = self.folder / f"{position:06d}"
+        if distributed.first():
+            shutil.rmtree(target, ignore_errors=True)
             self.folder.mkdir(parents=True, exist_ok=True)
-            target = self.folder / f"{position:06d}"
-            if distributed.first():
-                shutil.rmtree(target, ignore_errors=True)
-            distributed.meet("save")
-            writing = dcp.async_save(state_of(parts), checkpoint_id=target, process_group=distributed.saving_group())
-            assert isinstance(writing, Future)
-            self.writing = writing
+        distributed.meet("save")
+        writing = dcp.async_save(state_of(parts), checkpoint_id=target, process_group=distributed.gloo_group("saving"))
+        assert isinstance(writing, Future)
+        self.writing = writing
+
+    def written(self) -> bool:
+        """Whether this rank has written what the last save asked for."""
+        return self.writing is None or self.writing.done()
 
     def flush(self) -> None:
-        """Wait until the last save is on disk and make it count."""
+        """Wait until the last save is on disk and make it count; the position before it then goes.
+
+        Raises:
+            OSError: it could not be written; the position before it still counts.
+        """
         if self.record is None:
             return
-        if self.writing is not None:
-            self.writing.result()
+        try:
+            if self.writing is not None:
+                self.writing.result()
+        except CheckpointException as problem:
+            raise OSError(f"position {self.record['position']} cannot be saved: {reason(problem)}") from None
         distributed.meet("saved")
         if distributed.first():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -176,11 +213,11 @@ class Progress:
                 shutil.rmtree(old)
         self.writing = self.record = None
 
-    def close(self) -> None:
-        """The stage is done: nothing of it needs to be gone on with."""
-        self.flush()
-        if distributed.first():
-            shutil.rmtree(self.folder, ignore_errors=True)
+
+def reason(problem: CheckpointException) -> str:
+    """The first rank's failure, in one line."""
+    failure, _ = next(iter(problem.failures.values()))
+    return f"{type(failure).__name__}: {failure}".splitlines()[0]
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:
@@ -196,15 +233,28 @@ def state_of(parts: Parts) -> dict[str, Any]:
     """Networks and optimizers as one nested dict, under names that do not depend on how they are spread."""
     state = {}
     for name, (model, optimizers) in parts.items():
+        unused = [optimizer for optimizer in optimizers if not optimizer.state]
         weights, moments = get_state_dict(model, optimizers)
+        for optimizer in unused:
+            # To have moments at all torch made it take a step without gradients: it does not count.
+            for entry in optimizer.state.values():
+                if "step" in entry:
+                    entry["step"].zero_()
         state[name] = {"model": weights, "optimizer": moments}
     return state
 
 
 def open_run(config: Config) -> Run:
     """Create the run folder or reopen it; another configuration or a live owner is refused."""
-    lock = own_folder(config) if distributed.first() else None
-    distributed.meet("run folder")
+    lock, problem = None, ""
+    if distributed.first():
+        try:
+            lock = own_folder(config)
+        except UserError as found:
+            problem = str(found)
+    (problem, *_) = distributed.gather("run folder", problem)
+    if problem:
+        raise UserError(problem)
     return Run(config.folder, config, lock)
 
 

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from rsi.model import Critic, Transformer
 
-TIMEOUT = timedelta(minutes=30)  # of one collective: a rank that is missing for longer is an error, not a hang
+TIMEOUT = timedelta(minutes=10)  # of one collective: a rank that is missing for longer is an error, not a hang
+ROLLOUT_TIMEOUT = timedelta(hours=6)  # between the first and the last rank that has made its attempts
 Value = TypeVar("Value")
 Network = TypeVar("Network", bound=Transformer | Critic)
 Precision = Literal["float32", "bfloat16"]
@@ -52,14 +53,15 @@ def start() -> None:
 def stop() -> None:
     """Leave the process group."""
     dist.destroy_process_group()
-    saving_group.cache_clear()
+    gloo_group.cache_clear()
 
 
 @functools.cache
-def saving_group() -> dist.ProcessGroup:
-    """For what saves in the background: in a group of its own it cannot meet the collectives of training."""
+def gloo_group(purpose: Literal["meeting", "saving"]) -> dist.ProcessGroup:
+    """All ranks, on the CPU whatever trains: for meetings, which gloo alone can name the missing of, and for what
+    saves in the background, whose messages would in a common group meet those of training."""
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    assert isinstance(group, dist.ProcessGroup)
+    assert isinstance(group, dist.ProcessGroup), purpose
     return group
 
 
@@ -78,7 +80,7 @@ def first() -> bool:
     return rank() == 0
 
 
-def meet(what: str) -> None:
+def meet(what: str, timeout: timedelta = TIMEOUT) -> None:
     """Wait for every rank.
 
     Raises:
@@ -87,18 +89,18 @@ def meet(what: str) -> None:
     if world() == 1:
         return
     try:
-        dist.monitored_barrier(timeout=TIMEOUT)
+        dist.monitored_barrier(gloo_group("meeting"), timeout)
     except RuntimeError as problem:
         raise RankMissing(f"{what}: {str(problem).splitlines()[0]}") from problem
 
 
-def gather(what: str, value: Value) -> list[Value]:
+def gather(what: str, value: Value, timeout: timedelta = TIMEOUT) -> list[Value]:
     """Every rank's `value` (anything that pickles), in the order of ranks, on every rank."""
     if world() == 1:
         return [value]
-    meet(what)
+    meet(what, timeout)
     found: list[Any] = [None] * world()
-    dist.all_gather_object(found, value)
+    dist.all_gather_object(found, value, gloo_group("meeting"))
     return found
 
 

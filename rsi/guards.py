@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SKIPS = 3  # steps skipped in a row after which going on is pointless
-IDLE = 5  # joint steps in a row that moved nothing, after which the user is told
+IDLE = 5  # steps in a row that moved nothing, after which the user is told
 
 
 class Diverged(RuntimeError):

@@ -102,7 +102,7 @@ def policy_loss(
             total = total - entropy_bonus * entropy_sum
     elif entropy_bonus:
         raise ValueError(f"an entropy bonus of {entropy_bonus} needs `entropy`")
-    return total / max(normaliser, 1), metrics
+    return total / (normaliser or 1), metrics
 
 
 def importance_weights(old_logprob: Tensor, sampler_logprob: Tensor, cap: float = 2.0) -> Tensor:
@@ -135,13 +135,13 @@ def value_loss(
         "critic/vf_clipfrac": is_clipped.sum(),
         "critic/values/mean": value.detach().sum(),
     }
-    return total / max(normaliser, 1), metrics
+    return total / (normaliser or 1), metrics
 
 
 def supervised_loss(logprob: Tensor, mask: Tensor | None, normaliser: float) -> tuple[Tensor, Metrics]:
     """Negative log-likelihood of the action tokens, summed, over `normaliser`."""
     total = -_masked(logprob, mask).sum()
-    return total / max(normaliser, 1), {"actor/sft_loss": total.detach()}
+    return total / (normaliser or 1), {"actor/sft_loss": total.detach()}
 
 
 def average_metrics(micro_batches: Iterable[Mapping[str, Tensor]], normaliser: float) -> dict[str, float]:
@@ -150,7 +150,7 @@ def average_metrics(micro_batches: Iterable[Mapping[str, Tensor]], normaliser: f
     for metrics in micro_batches:
         for name, value in metrics.items():
             sums[name] = sums.get(name, 0.0) + float(value)
-    return {name: value / max(normaliser, 1) for name, value in sums.items()}
+    return {name: value / (normaliser or 1) for name, value in sums.items()}
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> float:

@@ -73,15 +73,16 @@ class Prepared:
 def refine(session: Session, stage: Stage, actor: Transformer, critic: Critic | None, chat: Chat) -> Critic:
     """Run the stage: changes `actor` in place and returns the trained critic (a new one if none came in)."""
     settings = session.config.rpr
-    fresh = Critic.from_actor(actor)
-    critic = critic or fresh
+    # A critic that starts anew, for comparison on the first batch that the inherited one sees.
+    rival = Critic.from_actor(actor) if critic else None
+    critic = critic or Critic.from_actor(actor)
     loop = Loop(session, stage, make_learner(session.config, stage, actor, critic), chat)
     steps = plan_stage(settings, stage, len(session.train["swr"]))
     parts = loop.learner.parts()
     start = session.progress.load(parts)
     for position, step in enumerate(steps[start:], start):
-        rival = fresh if stage.critic == "inherit" and (step.phase, step.number) == ("calibration", 0) else None
-        metrics = loop.step(step, rival)
+        metrics = loop.step(step, rival if position == 0 else None)
+        rival = None
         session.finished(position + 1, len(steps), parts, metrics)
     return critic
 

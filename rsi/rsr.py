@@ -105,9 +105,7 @@ def discover(
             for sample in range(settings.samples)
             for task in tasks
         ]
-        with session.log.progress(f"{stage.name} discovery, {name}") as report:
-            engine = session.engine(actor, chat, report)
-            records = session.collect_once(stage.name, f"discovery-{name}", jobs, harness, engine)
+        records = session.collect_once(stage.name, f"discovery-{name}", jobs, harness, actor, chat)
         attempts += len(records)
         asks += sum(record.asks for record in records)
         successes[name] = [(job.task, record) for job, record in zip(jobs, records, strict=True) if record.strict]
@@ -163,11 +161,9 @@ def execute(
         for entry in rewrites
         for sample in range(session.config.rsr.executions)
     ]
-    with session.log.progress(f"{stage.name} re-execution") as report:
-        engine = session.engine(actor, chat, report)
-        records = session.collect_once(stage.name, "executions", jobs, harness, engine)
-        bare = [dataclasses.replace(job, runbook=None) for job in jobs]
-        without = session.collect_once(stage.name, "executions-without", bare, harness, engine)
+    records = session.collect_once(stage.name, "executions", jobs, harness, actor, chat)
+    bare = [dataclasses.replace(job, runbook=None) for job in jobs]
+    without = session.collect_once(stage.name, "executions-without", bare, harness, actor, chat)
     count = max(len(jobs), 1)
     funnel |= {
         "executed": len(jobs),

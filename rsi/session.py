@@ -1,5 +1,6 @@
 """What the stages of one run share: tasks, tokenizer, sandboxes, device, log."""
 
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -53,8 +54,8 @@ class Session:
 
     def engine(self, actor: Transformer, chat: Chat, report: Callable[[int, int], None]) -> Engine:
         """Make this rank's share of attempts with `actor` as it is now. All ranks call."""
-        settings = self.config.rollout
-        slots = -(-settings.slots // distributed.world())
+        slots = -(-self.config.rollout.slots // distributed.world())
+        settings = dataclasses.replace(self.config.rollout, slots=slots)
         sampler = Sampler(distributed.whole(actor), slots, settings.max_length)
         return Engine(sampler, chat, self.backend, settings, report)
 
@@ -72,18 +73,18 @@ class Session:
         warning, reason = guard(metrics, self.progress.notes, self.config.rpr.max_logprob_gap)
         if warning:
             self.log.say(f"warning: {warning}")
-        self.stopping = any(distributed.gather("stop", self.stopping))
-        if position % self.config.save_every == 0 or position == of or self.stopping or reason:
+        stop = any(distributed.gather("stop", self.stopping))
+        if position % self.config.save_every == 0 or position == of or stop or reason:
             self.progress.save(position, parts)
-        if reason:
+        elif all(distributed.gather("written", self.progress.written())):
             self.progress.flush()
-            raise Diverged(reason)
-        self.stop_if_asked()
+        if reason or stop:
+            self.progress.flush()
+            raise Diverged(reason) if reason else Interrupted
 
     def stop_if_asked(self) -> None:
         """Raises Interrupted, everything saved, where the user asked any rank for a stop."""
-        self.stopping = any(distributed.gather("stop", self.stopping))
-        if self.stopping:
+        if any(distributed.gather("stop", self.stopping)):
             self.progress.flush()
             raise Interrupted
 
@@ -109,19 +110,20 @@ class Session:
         """Attempt every job, each rank its share, into the stage's file `name`; all records, in the order of `jobs`."""
         rank, ranks = distributed.rank(), distributed.world()
         mine = collect(jobs[rank::ranks], harness, engine, self.attempts(stage, name), temperature)
-        shares = distributed.gather(f"{stage} {name}", mine)
+        shares = distributed.gather(f"{stage} {name}", mine, distributed.ROLLOUT_TIMEOUT)
         return [shares[position % ranks][position // ranks] for position in range(len(jobs))]
 
     def collect_once(
-        self, stage: str, name: str, jobs: Sequence[Job], harness: Harness, engine: Engine
+        self, stage: str, name: str, jobs: Sequence[Job], harness: Harness, actor: Transformer, chat: Chat
     ) -> list[Trajectory]:
-        """As `collect`; a file that a killed run had finished is read instead."""
+        """Attempt every job with `actor`; where a killed run had finished that, its files are read instead."""
         paths = sorted((self.run.folder / "trajectories" / stage).glob(f"{name}.[0-9]*.jsonl"))
         distributed.meet(f"{stage} {name}")  # nobody writes before all have looked
         if paths:
-            found = {record.seed: record for path in paths for record in read(path)}
-            return [found[job.seed] for job in jobs]
-        records = self.collect(stage, name, jobs, harness, engine)
+            found = {(record.seed, record.runbook): record for path in paths for record in read(path)}
+            return [found[job.seed, job.runbook] for job in jobs]
+        with self.log.progress(f"{stage} {name}") as report:
+            records = self.collect(stage, name, jobs, harness, self.engine(actor, chat, report))
         self.progress.save(0)
         self.stop_if_asked()
         return records

@@ -4,13 +4,13 @@ Runs the stages that are missing up to `--stage`, each from the weights of the o
 the stage table. The same command goes on where a killed run stopped: from the last step that it saved.
 """
 
+import math
 import os
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rsi.config import Config, UserError, fail, parse
 from rsi.stages import Stage, missing_before, schedule
@@ -76,8 +76,10 @@ def run(config: Config) -> None:
         if distributed.first():
             write_plot(records, run_folder.folder / "stages.svg", title)
         log.say(f"plot: {run_folder.folder / 'stages.svg'}")
+        distributed.meet("the end")  # a rank that leaves early kills the others at their exit
     except Interrupted:
         log.say("stopped as asked, everything is saved; the same command goes on from here")
+        distributed.meet("the end")
     except (TaskError, WeightsError) as problem:
         raise UserError(str(problem)) from problem
     except (SandboxError, OSError, Diverged, FloatingPointError, distributed.RankMissing) as problem:
@@ -85,7 +87,6 @@ def run(config: Config) -> None:
         raise SystemExit(1) from problem
     finally:
         log.close()
-    distributed.meet("the end")  # a rank that leaves early kills the others at their exit
     distributed.stop()
 
 
@@ -94,7 +95,8 @@ def ask_to_stop(session: "Session") -> None:
     if session.stopping:
         raise KeyboardInterrupt
     session.stopping = True
-    session.log.say("stopping: the step under way is finished and saved; Ctrl-C once more stops now")
+    # Past every buffer: the signal may have come in the middle of another line's writing.
+    os.write(2, b"rsi: stopping: the step under way is finished and saved; Ctrl-C once more stops now\n")
 
 
 def run_stage(session: "Session", stage: Stage) -> None:
@@ -107,7 +109,6 @@ def run_stage(session: "Session", stage: Stage) -> None:
     from rsi.rsr import rewrite
     from rsi.weights import find_folder, load_actor, load_critic, load_tokenizer, save_model, sha256
 
-    begun = time.monotonic()
     run, source = session.run, stage.source
     folder = run.begin(stage)
     session.progress = Progress.of(run, stage.name, folder)
@@ -133,17 +134,14 @@ def run_stage(session: "Session", stage: Stage) -> None:
         critic = refine(session, stage, actor, inherited, chat)
         save_model(folder / "critic", critic, tokenizer)
     save_model(folder / "actor", actor, tokenizer)
+    session.progress.flush()
     distributed.meet("weights written")
     evaluation = evaluate(session, stage.name, source, actor, chat, folder)
-    session.progress.close()
-    record = {
-        "stage": stage.name,
-        "source": source or None,
-        "seconds": time.monotonic() - begun,
-        "actor_sha256": sha256(folder / "actor"),
-        "critic_sha256": sha256(folder / "critic") if (folder / "critic").is_dir() else None,
-        "evaluation": evaluation,
-    }
+    record: dict[str, Any] = {"stage": stage.name, "source": source or None, "seconds": session.progress.seconds()}
+    if distributed.first():
+        record["actor_sha256"] = sha256(folder / "actor")
+        record["critic_sha256"] = sha256(folder / "critic") if (folder / "critic").is_dir() else None
+    record["evaluation"] = evaluation
     if funnel is not None:
         record["funnel"] = funnel
     run.finish(stage, record)
@@ -155,6 +153,7 @@ def build_base(session: "Session") -> tuple["Transformer", "Tokenizer"]:
     """The embedded model, pretrained from scratch on synthetic transcripts."""
     import torch
 
+    from rsi.guards import Diverged
     from rsi.model import ModelConfig, Transformer
     from rsi.tiny import build_tokenizer, optimizers, pretrain
 
@@ -182,6 +181,8 @@ def build_base(session: "Session") -> tuple["Transformer", "Tokenizer"]:
     with session.log.progress("base pretraining") as report:
         for step, loss in pretrain(actor, chosen, tokenizer, config.pretrain, seed, config.families, start):
             report(step, of)
+            if not math.isfinite(loss):
+                raise Diverged(f"the loss of pretraining step {step} is {loss}: lower --pretrain.muon-lr or adamw-lr")
             if step % PRETRAIN_UNIT == 0 or step == of:
                 metrics = {"actor/sft_loss": loss}
                 session.log.step("base", "pretrain", step, of, metrics)

@@ -1,5 +1,6 @@
 """Several processes: the same training as in one, whatever the layout."""
 
+import json
 import os
 import subprocess
 import sys
@@ -54,3 +55,17 @@ def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, tied: str, layou
             assert before.keys() == after.keys()
             for key in before:
                 assert after[key] == pytest.approx(before[key], rel=1e-4, abs=1e-6), (number, key)
+
+
+def test_the_command_runs_on_two_ranks_with_more_attempts_than_slots(tmp_path: Path) -> None:
+    options = ["--preset", "smoke", "--runs", str(tmp_path), "--pretrain.steps", "20", "--rollout.slots", "4"]
+    options += ["--rpr.steps", "1", "--rpr.attempts", "6", "--train-tasks", "8", "--rsr.tasks", "4"]
+    done = torchrun(2, "-m", "rsi.train", *options, "--stage", "rpr1", "--evaluate.tasks", "3")
+    assert done.returncode == 0, done.stderr
+    records = json.loads((tmp_path / "smoke-0" / "stages.json").read_text())
+    assert [record["stage"] for record in records] == ["base", "rsr1", "rpr1"]
+    attempts = sorted((tmp_path / "smoke-0" / "trajectories" / "base").glob("evaluation.*.jsonl"))
+    assert [path.name for path in attempts] == ["evaluation.0.jsonl", "evaluation.1.jsonl"]
+    assert sum(len(path.read_text().splitlines()) for path in attempts) == 12
+    again = torchrun(2, "-m", "rsi.train", *options, "--rpr.gamma", "0.5")
+    assert again.returncode == 1 and again.stderr.count("holds a run with another configuration") == 1
