@@ -62,7 +62,7 @@ def run_trial(backend: Backend, trial: Trial, folder: Path | None = None, search
     With `search`, what the agent's system holds of tests and solution is looked for first.
     """
     try:
-        with _phase(trial, "environment_setup", "starting"):
+        with _Phase(trial, "environment_setup", "starting"):
             sandbox = backend.start(trial.task)
         with sandbox:
             if search:
@@ -90,9 +90,9 @@ def _attempt(backend: Backend, trial: Trial, sandbox: Sandbox) -> bool:
                 sandbox.write(file.path, file.data)
         if any(file.path == f"{task.workdir}/setup.sh" for file in step.workdir_files):
             sandbox.run("bash setup.sh", step.agent_timeout, fresh=True)
-        with _phase(trial, "agent_execution", f"agent: {step.name}" if task.steps else "agent"):
+        with _Phase(trial, "agent_execution", f"agent: {step.name}" if task.steps else "agent"):
             timed_out |= _act(trial, step, sandbox)
-        with _phase(trial, "verifier", "verifying"):
+        with _Phase(trial, "verifier", "verifying"):
             last = step is steps[-1]
             verdict = verify(backend, step, sandbox) if last else judge(backend, step, sandbox)
         trial.steps.append((step.name, verdict))
@@ -147,7 +147,7 @@ def combine(task: Task, verdicts: list[Verdict]) -> Verdict:
     return Verdict(reward, checks, strict and not tampered, seconds, rewards, tampered)
 
 
-class _phase:
+class _Phase:
     """Notes a phase's beginning and end; where it comes again, the whole span."""
 
     def __init__(self, trial: Trial, name: str, doing: str):

@@ -128,9 +128,9 @@ def test_no_attack_scores(backend: Backend, careless: Task, name: str) -> None:
     sandbox.run(attack.script, timeout=attack.timeout)
     verdict = verify(backend, careless, sandbox)
     assert (verdict.reward, verdict.strict, verdict.checks) == (0.0, False, {"content": False})
-    assert time.monotonic() - begun < attack.timeout + 45
+    assert time.monotonic() - begun < attack.timeout + 90, "something hung"
     # The host and the next task are as they were.
-    assert shutil.disk_usage("/").free > free - (512 << 20)
+    assert shutil.disk_usage("/").free > free - (2 << 30), "the disk fill's 2.8 GB are still there"
     with backend.start(careless) as sandbox:
         assert sandbox.run("ls -A; ls -A /tmp; ls -d /tests /logs 2>/dev/null").output == "words.txt\n"
         sandbox.run(SOLUTION)
