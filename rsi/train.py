@@ -113,7 +113,7 @@ def run_stage(session: "Session", stage: Stage) -> None:
     folder = run.begin(stage)
     session.progress = Progress.of(run, stage.name, folder)
     session.stop_if_asked()
-    funnel = None
+    funnel = critic = None
     tokenizer: Tokenizer | Path
     if stage.kind == "base" and not session.config.init:
         actor, tokenizer = build_base(session)
@@ -126,15 +126,15 @@ def run_stage(session: "Session", stage: Stage) -> None:
         earlier = [run.path(entry.name) / "kept.jsonl" for entry in schedule(session.config)
                    if entry.kind == "rsr" and entry.round < stage.round]  # fmt: skip
         funnel = rewrite(session, stage, actor, chat, folder, earlier)
-        if stage.critic == "pass":
-            if distributed.first():
-                shutil.copytree(run.path(source) / "critic", folder / "critic", dirs_exist_ok=True)
+        if stage.critic == "pass" and distributed.first():
+            shutil.copytree(run.path(source) / "critic", folder / "critic", dirs_exist_ok=True)
     if stage.kind == "rpr":
         inherited = load_critic(run.path(source) / "critic").to(session.device) if stage.critic == "inherit" else None
         critic = refine(session, stage, actor, inherited, chat)
+    session.progress.flush()
+    if critic is not None:
         save_model(folder / "critic", critic, tokenizer)
     save_model(folder / "actor", actor, tokenizer)
-    session.progress.flush()
     distributed.meet("weights written")
     evaluation = evaluate(session, stage.name, source, actor, chat, folder)
     record: dict[str, Any] = {"stage": stage.name, "source": source or None, "seconds": session.progress.seconds()}

@@ -124,7 +124,10 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], writes: bool) ->
         # Every rank joins in gathering; only the first keeps what was gathered.
         whole = {name: _gather(tensors[name], keep=writes) for name in names}
         if writes:
-            save_file(whole, folder / file, metadata={"format": "pt"})
+            try:
+                save_file(whole, folder / file, metadata={"format": "pt"})
+            except SafetensorError as problem:
+                raise OSError(f"{folder / file} cannot be written: {problem}") from None
     if writes and len(shards) > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})

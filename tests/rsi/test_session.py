@@ -2,12 +2,17 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rsi_sandbox import open_backend
+from torch import nn
 
-from rsi.checkpoint import PARTIAL, open_run, read_config
+from rsi import distributed
+from rsi.checkpoint import PARTIAL, Progress, open_run, read_config
 from rsi.config import UserError, parse
 from rsi.rpr import draw
 from rsi.session import check_backend, load_pool, prepare_tasks
@@ -82,3 +87,52 @@ def test_a_run_folder_has_one_owner(arguments: list[str]) -> None:
         open_run(config)
     run.lock.close()
     open_run(config)
+
+
+def test_lines_of_a_stage_that_ran_since_outlive_a_cut(arguments: list[str]) -> None:
+    run = open_run(parse(arguments))
+    rsr1, rpr1 = schedule(run.config)[1:3]
+    metrics = run.folder / "metrics.jsonl"
+    lines = {name: json.dumps({"stage": name, "step": 1}) + "\n" for name in ("rsr1", "rpr1")}
+    metrics.write_text(lines["rsr1"])
+    Progress.of(run, "rsr1", run.begin(rsr1)).save(0)
+    assert metrics.read_text() == ""  # nothing was saved of this stage before, so its line went
+    metrics.write_text(lines["rpr1"] + lines["rsr1"] + lines["rpr1"])
+    run.begin(rsr1)
+    assert metrics.read_text() == lines["rpr1"] * 2
+    run.begin(rpr1)
+    assert metrics.read_text() == ""
+
+
+def test_saving_changes_no_training(arguments: list[str]) -> None:
+    distributed.start()
+    run = open_run(parse(arguments))
+    results = []
+    for saves in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1, (0.9, 0.98))
+        parts = {"model": (model, [optimizer])}
+        progress = Progress.of(run, "rsr1", run.begin(schedule(run.config)[1]))
+        if saves:
+            progress.save(3, parts)
+            progress.flush()
+            with torch.no_grad():
+                model.weight.zero_()
+            assert progress.load(parts) == 3
+        for _ in range(2):
+            model(torch.ones(1, 3)).square().sum().backward()
+            optimizer.step()
+        results.append(model.weight.detach().clone())
+    distributed.stop()
+    assert torch.equal(*results)
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(arguments: list[str]) -> None:
+    train = [sys.executable, "-m", "rsi.train", *arguments, "--pretrain.steps", "20", "--stage", "base"]
+    limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "-", *train, "--evaluate.tasks", "1"]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    (line,) = [line for line in done.stdout.splitlines() if "rsi: error" in line]
+    assert done.returncode == 1 and "cannot be saved" in line and "Traceback" not in done.stderr
+    done = subprocess.run([*train, "--evaluate.tasks", "1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
