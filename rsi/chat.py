@@ -40,8 +40,8 @@ class Call(NamedTuple):
 class Chat:
     """ChatML over a tokenizer whose vocabulary holds `SPECIAL_TOKENS`.
 
-    Added tokens (also those not marked special, such as Qwen's ``<think>``) are only ever written by this class or
-    sampled by the model: the same characters inside a message or an observation are encoded as ordinary text, so
+    Tokens of the form ``<…>`` (also those not marked special, such as Qwen's ``<think>``) are only ever written by
+    this class or sampled by the model: the same characters inside a message or an observation are encoded as ordinary text, so
     that no command output can end a turn, start another or forge a tool's response.
 
     config: names the family, whose conventions hold if the tokenizer knows ``<think>``, and the ids that end a
@@ -57,7 +57,7 @@ class Chat:
             )
         self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self.tokenizer.encode_special_tokens = True
-        self._text = Tokenizer.from_str(_all_special(tokenizer.to_str()))
+        self._text = Tokenizer.from_str(_marks_special(tokenizer.to_str()))
         self._text.encode_special_tokens = True
         self.pad, self.start, self.end = (token_id for token_id in special.values() if token_id is not None)
         self.stops = (config.stops if config else ()) or (self.end,)
@@ -154,9 +154,12 @@ class Chat:
         return self._text.encode(text, add_special_tokens=False).ids
 
 
-def _all_special(tokenizer: str) -> str:
-    """The serialised tokenizer with every added token marked special: none is then made from text."""
+def _marks_special(tokenizer: str) -> str:
+    """The serialised tokenizer with every added token of the form ``<…>`` marked special: none is made from text.
+
+    Other added tokens are words: the embedded tokenizer has one for every name.
+    """
     values = json.loads(tokenizer)
     for token in values["added_tokens"]:
-        token["special"] = True
+        token["special"] |= bool(re.fullmatch(r"<[^<>]+>", token["content"]))
     return json.dumps(values)

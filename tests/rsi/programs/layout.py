@@ -53,7 +53,7 @@ def main(out: Path, tied: bool, *extra: str) -> None:
     records = attempts(19)
     session.progress = Progress.of(run, rsr1.name, run.begin(rsr1))
     train(session, rsr1, actor, chat, records)
-    session.progress.close()
+    session.progress.flush()
     actor = distributed.whole(actor)
     session.progress = Progress.of(run, rpr1.name, run.begin(rpr1))
     critic = Critic.from_actor(actor)
