@@ -32,6 +32,12 @@ def test_program():
 SOLUTION = "echo hello > /etc/greeting.conf"
 
 
+def snapshots(daemon: Backend) -> list[object]:
+    """Images that this process has made and not removed."""
+    owner = daemon.labels["rsi.owner"]  # type: ignore[attr-defined]
+    return docker.from_env().images.list(filters={"label": f"rsi.owner={owner}"})
+
+
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Backend]:
     with open_or_skip("docker") as backend:
@@ -56,7 +62,7 @@ def test_solution_passes_and_nothing_fails(daemon: Backend, system: Task) -> Non
         "test_outputs.py::test_configured": True,
         "test_outputs.py::test_program": True,
     }
-    assert not docker.from_env().images.list(filters={"label": "rsi.owner"}), "snapshots are removed"
+    assert not snapshots(daemon), "snapshots are removed"
 
 
 def test_local_refuses_a_snapshot(system: Task) -> None:
@@ -92,7 +98,7 @@ def test_tampering_is_a_verdict_of_its_own(daemon: Backend, system: Task, name: 
     sandbox.run(f"{SOLUTION}; {script}")
     verdict = verify(daemon, system, sandbox)
     assert path in verdict.tampered and (verdict.reward, verdict.strict) == (0.0, False)
-    assert not docker.from_env().images.list(filters={"label": "rsi.owner"})
+    assert not snapshots(daemon)
 
 
 # Not seen by the tamper check, and harmless all the same.
