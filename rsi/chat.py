@@ -41,8 +41,8 @@ class Chat:
     """ChatML over a tokenizer whose vocabulary holds `SPECIAL_TOKENS`.
 
     Tokens of the form ``<…>`` (also those not marked special, such as Qwen's ``<think>``) are only ever written by
-    this class or sampled by the model: the same characters inside a message or an observation are encoded as ordinary text, so
-    that no command output can end a turn, start another or forge a tool's response.
+    this class or sampled by the model: the same characters inside a message or an observation are encoded as
+    ordinary text, so that no command output can end a turn, start another or forge a tool's response.
 
     config: names the family, whose conventions hold if the tokenizer knows ``<think>``, and the ids that end a
     turn; without it plain ChatML. thinking: ask for it, where the family can think.

@@ -59,9 +59,12 @@ def _image(options: argparse.Namespace) -> int:
     from .image import make_base
     from .toolchain import make_toolchain
 
-    print(make_base())
-    if options.toolchain:
-        print(make_toolchain(docker.from_env(timeout=600)))
+    try:
+        print(make_base())
+        if options.toolchain:
+            print(make_toolchain(docker.from_env(timeout=600)))
+    except docker.errors.DockerException as error:
+        raise SandboxError(f"no Docker daemon answers ({str(error).splitlines()[0]}): start one") from None
     return 0
 
 

@@ -13,6 +13,10 @@ if not torch.cuda.is_available():
     assert "triton" not in sys.modules, "triton reads TRITON_INTERPRET once, when it is first imported"
     os.environ["TRITON_INTERPRET"] = "1"
 
+# `with torch.device(...)` lists torch's constructors once, at its first use: before one of them is replaced below.
+with torch.device("cpu"):
+    torch.empty(0)
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

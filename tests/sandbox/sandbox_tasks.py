@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import docker
 import pytest
 from rsi_sandbox import Backend, SandboxError, open_backend
 
@@ -47,3 +48,12 @@ def open_or_skip(kind: str) -> Backend:
         if os.environ.get("CI") or kind == "local":
             raise
         pytest.skip(f"{error}")
+
+
+def need_toolchain(image: str) -> None:
+    """Skip, in CI fail, where the offline pytest has not been made."""
+    if not docker.from_env().images.list(name=image):
+        reason = "no toolchain image: python -m rsi_sandbox image --toolchain"
+        if os.environ.get("CI"):
+            raise SandboxError(reason)
+        pytest.skip(reason)

@@ -11,7 +11,7 @@ from rsi_sandbox.image import leaks
 from rsi_sandbox.legacy import parse_yaml
 from rsi_sandbox.toolchain import IMAGE
 from rsi_sandbox.trial import new_trial, run_trial
-from sandbox_tasks import open_or_skip, write_task
+from sandbox_tasks import need_toolchain, open_or_skip, write_task
 
 FULL = """
 schema_version = "1.4"
@@ -286,11 +286,8 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def daemon():
-    import docker
-
     with open_or_skip("docker") as backend:
-        if not docker.from_env().images.list(name=IMAGE):
-            pytest.skip("no toolchain image: python -m rsi_sandbox image --toolchain")
+        need_toolchain(IMAGE)
         yield backend
 
 

@@ -8,7 +8,7 @@ import docker
 import pytest
 from rsi_sandbox import Backend, Task, TaskError, judge, load_task, open_backend, verify
 from rsi_sandbox.toolchain import IMAGE
-from sandbox_tasks import open_or_skip, write_task
+from sandbox_tasks import need_toolchain, open_or_skip, write_task
 
 pytestmark = pytest.mark.docker
 
@@ -41,8 +41,7 @@ def snapshots(daemon: Backend) -> list[object]:
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Backend]:
     with open_or_skip("docker") as backend:
-        if not docker.from_env().images.list(name=IMAGE):
-            pytest.skip("no toolchain image: python -m rsi_sandbox image --toolchain")
+        need_toolchain(IMAGE)
         yield backend
 
 
