@@ -135,10 +135,7 @@ def names(backend: Backend) -> set[str]:
     return set(backend._live)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_helper_or_first_process_is_an_infra_error(kind: str, tmp_path: Path) -> None:
-    if kind == "docker":
-        pytest.skip("see the test before")
+def test_a_killed_helper_or_first_process_is_an_infra_error(tmp_path: Path) -> None:
     task = load_task(write_task(tmp_path / "task"))
     with open_backend("local", "tests") as backend:
         sandbox = backend.start(task)
