@@ -200,8 +200,8 @@ def test_terminal(sandbox: Sandbox) -> None:
     assert sandbox.run("echo beside").output == "beside\n"
     terminal.type("exit\n", 1.0)
     with pytest.raises(SandboxError, match="ended"):
-        terminal.type("echo\n", 1.0)
-        terminal.type("echo\n", 1.0)
+        for _ in range(30):  # a busy machine takes its time to end it
+            terminal.type("echo\n", 1.0)
     terminal.close()
     terminal.close()
     with pytest.raises(SandboxError, match="closed"):
