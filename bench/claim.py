@@ -14,10 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from rsi.evaluate import evaluate_published, summarise
-from rsi.report import stage_table, table_text, write_plot
+from rsi.report import open_console, stage_table, table_text, write_plot
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -60,7 +58,7 @@ def main() -> None:
     ]
     label = "seed" if len(arguments.seeds) == 1 else "mean of seeds"
     title = f"{label} {', '.join(map(str, arguments.seeds))}, {arguments.tasks} published tasks a suite"
-    Console(width=None if sys.stdout.isatty() else 160).print(stage_table(table, title))
+    open_console().print(stage_table(table, title))
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "claim.md").write_text(table_text(table), encoding="utf-8")
     write_plot(table, RESULTS / "claim.svg", title)

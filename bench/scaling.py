@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from rsi import distributed
 from rsi.architecture import PUBLISHED, ModelConfig
 from rsi.model import Transformer
+from rsi.report import open_console
 
 GIB = 2**30
 VOCABULARY = 4096
@@ -153,7 +153,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    open_console().print(table)
 
 
 def main() -> None:

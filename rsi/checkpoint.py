@@ -193,7 +193,7 @@ class Progress:
         return self.writing is None or self.writing.done()
 
     def flush(self) -> None:
-        """Wait until the last save is on disk and make it count; the position before it then goes.
+        """Wait until the last save is on disk and make it count; all but the last `KEEP` positions then go.
 
         Raises:
             OSError: it could not be written; the position before it still counts.

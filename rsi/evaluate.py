@@ -7,7 +7,6 @@ task set, which no decision about the method or its settings may look at.
 import json
 import math
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -191,10 +190,8 @@ def main() -> None:
     """Evaluate a run on the published tasks and print the table."""
     import argparse
 
-    from rich.console import Console
-
     from rsi.config import UserError, fail
-    from rsi.report import stage_table
+    from rsi.report import open_console, stage_table
 
     parser = argparse.ArgumentParser(prog="rsi.evaluate", description=evaluate_published.__doc__)
     parser.add_argument("run", type=Path, help="a run folder, such as runs/tiny-0")
@@ -204,9 +201,7 @@ def main() -> None:
         records = evaluate_published(arguments.run, arguments.tasks)
     except UserError as problem:
         fail(problem)
-    Console(width=None if sys.stdout.isatty() else 160).print(
-        stage_table(records, f"{arguments.run.name}: published tasks")
-    )
+    open_console().print(stage_table(records, f"{arguments.run.name}: published tasks"))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rsi.report import open_console
 
 # What the one line a step shows, in this order, of whatever the step logged.
 SHOWN = (
@@ -26,9 +27,7 @@ class Log:
     """
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
-        # A log file has no width that a table would have to fit into.
-        width = None if sys.stdout.isatty() else 160
-        self.console = Console(highlight=False, soft_wrap=True, width=width, quiet=rank > 0)
+        self.console = open_console(highlight=False, soft_wrap=True, quiet=rank > 0)
         name = f"log.{rank}.txt" if rank else "log.txt"
         self.text = (folder / name).open("a", encoding="utf-8", buffering=1)
         self.metrics = None if rank else folder / "metrics.jsonl"

@@ -1,15 +1,22 @@
 """What people look at when a run ends: the stage table and `stages.svg`."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from rich.console import Console
 from rich.table import Table
 
 from rsi.config import SUITES
 
 COLOURS = {"core": "#4477aa", "hard": "#ee6677", "long": "#228833", "swr": "#aa3377", "mean": "#222222"}
+
+
+def open_console(**options: Any) -> Console:
+    """The screen; a log file has no width that a table would have to fit into."""
+    return Console(width=None if sys.stdout.isatty() else 160, **options)
 
 
 def stage_table(records: Sequence[dict[str, Any]], title: str) -> Table:

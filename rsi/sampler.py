@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rsi.architecture import FULL, ModelConfig
-from rsi.deltanet import DeltaState, recur
+from rsi.deltanet import DeltaState, Recur, recur
 from rsi.draws import draw, uniforms
 from rsi.model import LayerWeights, Mixing, Transformer, apply_layer, causal_attention, rotary
 
@@ -227,19 +227,7 @@ class Sampler:
                     return causal_attention(q, k, v)
                 return _attend_cached(q, keys[rows, :, :, :span], values[rows, :, :span], bias)
 
-            def go_on(
-                qkv: Tensor,
-                taps: Tensor,
-                gate: Tensor,
-                beta: Tensor,
-                config: ModelConfig,
-                cache: tuple[Tensor, Tensor] = cache,
-            ) -> Tensor:
-                state = None if fresh else DeltaState(cache[0][rows], cache[1][rows])
-                out, state = recur(qkv, taps, gate, beta, config, state, count)
-                cache[0][rows], cache[1][rows] = state
-                return out
-
+            go_on = _recurrence(cache, rows, count, fresh)
             hidden = apply_layer(weights, hidden, cos_sin, self.model.config, Mixing(attend, go_on))
         hidden = hidden[torch.arange(len(group), device=device), count - 1]
         return self.model.model.final_norm(hidden)
@@ -292,19 +280,7 @@ class Sampler:
                 keys[rows, :, :, position], values[rows, :, position] = k[:, 0], v[:, 0]
                 return _attend_cached(q, keys[:size, ..., :span], values[:size, :, :span], bias)
 
-            def go_on(
-                qkv: Tensor,
-                taps: Tensor,
-                gate: Tensor,
-                beta: Tensor,
-                config: ModelConfig,
-                cache: tuple[Tensor, Tensor] = cache,
-            ) -> Tensor:
-                state = DeltaState(cache[0][:size], cache[1][:size])
-                out, state = recur(qkv, taps, gate, beta, config, state, is_live.long())
-                cache[0][:size], cache[1][:size] = state
-                return out
-
+            go_on = _recurrence(cache, slice(size), is_live.long())
             hidden = apply_layer(weights, hidden, cos_sin, model.config, Mixing(attend, go_on))
         return model.logits(model.model.final_norm(hidden[:, 0]))
 
@@ -356,6 +332,19 @@ def _prefill_groups(active: Sequence[_Slot]) -> list[tuple[int, list[int]]]:
         size = max(1, PREFILL_TOKENS // width)
         groups += [(width, indices[first : first + size]) for first in range(0, len(indices), size)]
     return groups
+
+
+def _recurrence(cache: tuple[Tensor, Tensor], rows: Tensor | slice, count: Tensor, fresh: bool = False) -> Recur:
+    """A DeltaNet layer's `recur` from the state in the cache's `rows` (none if `fresh`), which it moves on by `count`
+    tokens each."""
+
+    def go_on(qkv: Tensor, taps: Tensor, gate: Tensor, beta: Tensor, config: ModelConfig) -> Tensor:
+        state = None if fresh else DeltaState(cache[0][rows], cache[1][rows])
+        out, state = recur(qkv, taps, gate, beta, config, state, count)
+        cache[0][rows], cache[1][rows] = state
+        return out
+
+    return go_on
 
 
 def _attend_cached(q_BTHC: Tensor, keys_BKCL: Tensor, values_BKLC: Tensor, bias_BTL: Tensor) -> Tensor:
