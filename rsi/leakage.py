@@ -172,7 +172,7 @@ def _touches_tests(commands: Sequence[str], public: frozenset[str]) -> bool:
         if place == "." and not _SUSPECT.search(command) and "=" not in command:
             continue
         expanded = _expand(command, variables)
-        for row in _simple_commands(expanded) if _MOVES.search(expanded) else ():
+        for row in _simple_commands(expanded) if _MOVES.search(_unquote(expanded)) else ():
             if row[0] == "cd" and len(row) > 1:
                 place = _resolve(place, row[1])
             if row[0] == "find" and any(_resolve(place, start) in ("/", "/logs") for start in row[1:2]):
@@ -242,7 +242,8 @@ def _protected_text(
 def _written(command: str) -> Iterator[str]:
     """Whole command lines, and the text that echo and printf write (a here-document's lines are lines)."""
     yield command
-    for row in _simple_commands(command) if "echo" in command or "printf" in command else ():
+    plain = _unquote(command)  # the name of a command may be quoted in part, as e''cho
+    for row in _simple_commands(command) if "echo" in plain or "printf" in plain else ():
         if row[0] in ("echo", "printf"):
             yield " ".join(row[1:])
             yield from row[1:]

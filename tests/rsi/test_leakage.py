@@ -283,6 +283,22 @@ def test_blanks_and_quotes_change_nothing(
     assert judge("ls", command, runbook=RUNBOOK) == reason
 
 
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("e''cho quail quartz quill rabbit", "overlap"),
+        ("\\echo quail quartz quill rabbit", "overlap"),
+        ("pri''ntf '%s\\n' 'quail quartz quill rabbit' > beta.txt", "overlap"),
+        ("c''d / && cat te''sts/beta.txt", "tests_path"),
+        ("f''ind / -path '*te?ts*'", "tests_path"),
+        ("fi\\nd / -path '*te?ts*'", "tests_path"),
+        ("s''ubmit now", "private"),
+    ],
+)
+def test_a_commands_name_may_be_quoted_in_part(command: str, reason: str) -> None:
+    assert judge("ls", command) == reason
+
+
 @given(st.lists(st.tuples(PLAIN, st.integers(0, 3)), min_size=1, max_size=6))
 def test_words_are_those_of_shlex(parts: list[tuple[str, int]]) -> None:
     forms = [str, lambda w: f"'{w} ;'", lambda w: f'"{w} \\" |"', lambda w: f"{w}\\ '&'"]
