@@ -3,10 +3,11 @@
     python bench/train_step.py --threads 2
 
 Ours runs the documents of a batch packed in rows and computes log-probs of the action tokens without a [tokens,
-vocabulary] tensor; transformers pads rows of similar length to micro-batches of as many tokens, and takes the plain
-cross-entropy of its logits. Both in their own process, so that each one's peak memory is its own. First the check:
-both losses and gradient norms must agree. The last line is one JSON object. Targets: 1.3 times the tokens/s on a
-realistic mix of lengths, and 0.6 times the peak memory at a vocabulary of 152k.
+vocabulary] tensor; transformers pads rows to micro-batches of as many tokens, and takes the plain cross-entropy of its
+logits: "sorted" with rows of similar length together, "unsorted" with the documents in the order they come, as its
+trainer does where nothing else is asked for. Each in a process of its own, so that each one's peak memory is its own,
+in turns, medians over `--rounds`. First the check: losses and gradient norms must agree. The last line is one JSON
+object. Targets: 1.3 times the tokens/s on a realistic mix of lengths, 0.6 times the peak memory at a vocabulary of 152k.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from rsi.architecture import ModelConfig
 from rsi.model import Transformer, keep_freed_memory
 
 Documents = list[torch.Tensor]
+SIDES = ("ours", "sorted", "unsorted")
 CASES = {
     # name: sizes, documents, shortest and longest document, tokens of a micro-batch
     "mixed lengths": (ModelConfig(1024, 256, 768, 4, 8, 4, 32), 32, 32, 768, 2048),
@@ -43,10 +45,11 @@ def documents(case: str) -> Documents:
 
 
 def groups(found: Documents, tokens: int, padded: bool) -> Iterator[Documents]:
-    """Micro-batches of at most `tokens` tokens, longest documents first; with `padded`, padding counts too."""
+    """Micro-batches of at most `tokens` tokens, of the documents in their order; with `padded`, padding counts too."""
     group: Documents = []
-    for document in sorted(found, key=len, reverse=True):
-        size = (len(group) + 1) * len(group[0]) if group and padded else sum(map(len, group)) + len(document)
+    for document in found:
+        longest = max(len(other) for other in [*group, document])
+        size = (len(group) + 1) * longest if padded else sum(map(len, group)) + len(document)
         if group and size > tokens:
             yield group
             group = []
@@ -70,13 +73,13 @@ def ours(case: str) -> Callable[[], tuple[float, float]]:
             logprob, _ = linear_logprob(model(ids[None], cu_seqlens)[0], model.head_weight, target)
             loss = -logprob.sum() / count
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         return total, gradient_norm(model)
 
     return step
 
 
-def theirs(case: str) -> Callable[[], tuple[float, float]]:
+def theirs(case: str, by_length: bool) -> Callable[[], tuple[float, float]]:
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -87,7 +90,7 @@ def theirs(case: str) -> Callable[[], tuple[float, float]]:
     model.load_state_dict(start.state_dict(), strict=False)
     model.tie_weights()
     del start
-    found = documents(case)
+    found = sorted(documents(case), key=len, reverse=True) if by_length else documents(case)
     count = sum(len(document) - 1 for document in found)
 
     def step() -> tuple[float, float]:
@@ -100,7 +103,7 @@ def theirs(case: str) -> Callable[[], tuple[float, float]]:
             logits = model(ids, attention_mask=real, use_cache=False).logits
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), target, reduction="sum") / count
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         return total, gradient_norm(model)
 
     return step
@@ -115,7 +118,7 @@ def worker(side: str, case: str, repeats: int, threads: int) -> None:
     """One side alone in this process: prints its loss, gradient norm, seconds a step and bytes above the start."""
     torch.set_num_threads(threads)
     keep_freed_memory()
-    step = {"ours": ours, "transformers": theirs}[side](case)
+    step = ours(case) if side == "ours" else theirs(case, by_length=side == "sorted")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the high-water mark starts anew
     before = memory("VmRSS")
     loss, norm = step()
@@ -136,7 +139,8 @@ def memory(name: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="steps a process is timed for")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--worker", nargs=2, metavar=("SIDE", "CASE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -145,32 +149,37 @@ def main() -> None:
         return
     results = {}
     for case in CASES:
-        found = {}
-        for side in ("ours", "transformers"):
-            command = [sys.executable, __file__, "--worker", side, case]
-            command += ["--repeats", str(arguments.repeats), "--threads", str(arguments.threads)]
-            out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            found[side] = json.loads(out.splitlines()[-1])
-        us, them = found["ours"], found["transformers"]
-        for name in ("loss", "norm"):
-            if abs(us[name] - them[name]) > 1e-4 * abs(them[name]):
-                raise SystemExit(f"{case}: {name} is {us[name]}, transformers' {them[name]}")
-        tokens = sum(map(len, documents(case)))
-        results[case] = {
-            "ours_tok_s": tokens / us["seconds"],
-            "transformers_tok_s": tokens / them["seconds"],
-            "speed": them["seconds"] / us["seconds"],
-            "ours_peak_mb": us["peak_bytes"] / 1e6,
-            "transformers_peak_mb": them["peak_bytes"] / 1e6,
-            "memory": us["peak_bytes"] / them["peak_bytes"],
+        runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+        for _ in range(arguments.rounds):
+            for side in SIDES:
+                command = [sys.executable, __file__, "--worker", side, case]
+                command += ["--repeats", str(arguments.repeats), "--threads", str(arguments.threads)]
+                out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                runs[side].append(json.loads(out.splitlines()[-1]))
+        found = {
+            side: {name: statistics.median(run[name] for run in of) for name in of[0]} for side, of in runs.items()
         }
-        print(
-            f"{case}: {results[case]['ours_tok_s']:.0f} tokens/s, transformers "
-            f"{results[case]['transformers_tok_s']:.0f} ({results[case]['speed']:.2f} times); peak "
-            f"{results[case]['ours_peak_mb']:.0f} MB and {results[case]['transformers_peak_mb']:.0f} MB "
-            f"({results[case]['memory']:.2f} times)",
-            flush=True,
-        )
+        us = found["ours"]
+        tokens = sum(map(len, documents(case)))
+        results[case] = {"ours_tok_s": tokens / us["seconds"], "ours_peak_mb": us["peak_bytes"] / 1e6}
+        for side in SIDES[1:]:
+            them = found[side]
+            for name in ("loss", "norm"):
+                if abs(us[name] - them[name]) > 1e-4 * abs(them[name]):
+                    raise SystemExit(f"{case}: {name} is {us[name]}, transformers' {them[name]}")
+            results[case] |= {
+                f"{side}_tok_s": tokens / them["seconds"],
+                f"{side}_peak_mb": them["peak_bytes"] / 1e6,
+                f"speed_to_{side}": them["seconds"] / us["seconds"],
+                f"memory_to_{side}": us["peak_bytes"] / them["peak_bytes"],
+            }
+        seen = results[case]
+        print(f"{case}: {seen['ours_tok_s']:.0f} tokens/s, peak {seen['ours_peak_mb']:.0f} MB", flush=True)
+        for side in SIDES[1:]:
+            print(
+                f"  transformers, {side}: {seen[f'{side}_tok_s']:.0f} tokens/s, peak {seen[f'{side}_peak_mb']:.0f} MB; "
+                f"ours is {seen[f'speed_to_{side}']:.2f} times as fast with {seen[f'memory_to_{side}']:.2f} of the memory"
+            )
     print(json.dumps({"threads": arguments.threads, "cases": results}))
 
 

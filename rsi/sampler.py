@@ -214,18 +214,17 @@ class Sampler:
         positions = (start[:, None] + torch.arange(width, device=device)).clamp_(max=self.capacity - 1)
         span = min(self.capacity, _round_up(max(slot.length + len(slot.pending) for slot in group), LENGTH_STEP))
         fresh = all(slot.length == 0 for slot in group)
-        bias = _bias(positions, 0 if fresh else span, self.model.head_weight.dtype)
+        mask = _mask(positions, 0 if fresh else span, self.model)
         cos_sin = self.cos[positions], self.sin[positions]
         hidden = self.model.model.embed_tokens(ids)
         for weights, cache in zip(self.weights, self.caches, strict=True):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor] = cache) -> Tensor:
                 keys, values = cache
-                keys[rows[:, None], :, :, positions] = k
-                values[rows[:, None], :, positions] = v
+                keys[rows[:, None], :, positions], values[rows[:, None], :, positions] = k, v
                 if fresh:
                     return causal_attention(q, k, v)
-                return _attend_cached(q, keys[rows, :, :, :span], values[rows, :, :span], bias)
+                return _attend_cached(q, keys[rows, :, :span], values[rows, :, :span], mask)
 
             go_on = _recurrence(cache, rows, count, fresh)
             hidden = apply_layer(weights, hidden, cos_sin, self.model.config, Mixing(attend, go_on))
@@ -270,15 +269,15 @@ class Sampler:
         is_live = position < self.capacity - 1
         longest = int(torch.where(is_live, position, 0).max()) + 1
         span = min(self.capacity, _round_up(longest, LENGTH_STEP))
-        bias = _bias(position[:, None], span, model.head_weight.dtype)
+        mask = _mask(position[:, None], span, model)
         cos_sin = self.cos[position][:, None], self.sin[position][:, None]
         hidden = model.model.embed_tokens(ids)[:, None]
         for weights, cache in zip(self.weights, self.caches, strict=True):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor] = cache) -> Tensor:
                 keys, values = cache
-                keys[rows, :, :, position], values[rows, :, position] = k[:, 0], v[:, 0]
-                return _attend_cached(q, keys[:size, ..., :span], values[:size, :, :span], bias)
+                keys[rows, :, position], values[rows, :, position] = k[:, 0], v[:, 0]
+                return _attend_cached(q, keys[:size, :, :span], values[:size, :, :span], mask)
 
             go_on = _recurrence(cache, slice(size), is_live.long())
             hidden = apply_layer(weights, hidden, cos_sin, model.config, Mixing(attend, go_on))
@@ -295,7 +294,7 @@ class Sampler:
         to, of = holes + moving, moving + holes
         for kind, (first, second) in zip(self.model.config.kinds, self.caches, strict=True):
             if kind == FULL:
-                first, second = first[..., :span], second[:, :, :span]
+                first, second = first[:, :, :span], second[:, :, :span]
             first[to], second[to] = first[of], second[of]
         for low, high in zip(holes, moving, strict=True):
             self.slot_of_row[low], self.slot_of_row[high] = self.slot_of_row[high], self.slot_of_row[low]
@@ -306,12 +305,9 @@ class Sampler:
 
 
 def _attention_cache(config: ModelConfig, rows: int, capacity: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys [rows, K, C, capacity] and values [rows, K, capacity, C] of one layer.
-
-    Keys with the position last: the products of decoding read them in order, 1.4 times as fast.
-    """
-    heads, channels = config.num_key_value_heads, config.head_dim
-    return like.new_zeros(rows, heads, channels, capacity), like.new_zeros(rows, heads, capacity, channels)
+    """Keys and values of one layer, [rows, K, capacity, C] each."""
+    shape = rows, config.num_key_value_heads, capacity, config.head_dim
+    return like.new_zeros(shape), like.new_zeros(shape)
 
 
 def _delta_cache(config: ModelConfig, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -347,23 +343,23 @@ def _recurrence(cache: tuple[Tensor, Tensor], rows: Tensor | slice, count: Tenso
     return go_on
 
 
-def _attend_cached(q_BTHC: Tensor, keys_BKCL: Tensor, values_BKLC: Tensor, bias_BTL: Tensor) -> Tensor:
-    """Attention over a cache, the heads of one key/value head folded into the query axis: out_BTHC."""
+def _attend_cached(q_BTHC: Tensor, keys_BKLC: Tensor, values_BKLC: Tensor, mask_B1SL: Tensor) -> Tensor:
+    """Attention over a cache, the heads of one key/value head folded into the query axis (S = T * H / K): out_BTHC."""
     rows, width, heads, channels = q_BTHC.shape
-    kv_heads, span = keys_BKCL.shape[1], keys_BKCL.shape[3]
-    group = heads // kv_heads
-    folded = (q_BTHC * channels**-0.5).unflatten(2, (kv_heads, group)).transpose(1, 2)
-    scores = torch.bmm(folded.reshape(rows * kv_heads, width * group, channels), keys_BKCL.flatten(0, 1))
-    scores.view(rows, kv_heads, width, group, span).add_(bias_BTL[:, None, :, None])
-    out = torch.bmm(scores.softmax(-1), values_BKLC.flatten(0, 1))
-    out = out.view(rows, kv_heads, width, group, channels).transpose(1, 2)
-    return out.reshape(rows, width, heads, channels)
+    kv_heads = keys_BKLC.shape[1]
+    folded = q_BTHC.view(rows, width, kv_heads, -1, channels).transpose(1, 2).reshape(rows, kv_heads, -1, channels)
+    out = F.scaled_dot_product_attention(folded, keys_BKLC, values_BKLC, mask_B1SL)
+    return out.view(rows, kv_heads, width, -1, channels).transpose(1, 2).reshape(rows, width, heads, channels)
 
 
-def _bias(position_BT: Tensor, span: int, dtype: torch.dtype) -> Tensor:
-    """[B, T, span]: 0 where a query at its position may look, -inf beyond."""
-    hidden = torch.arange(span, device=position_BT.device) > position_BT[..., None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+def _mask(position_BT: Tensor, span: int, model: Transformer) -> Tensor:
+    """[B, 1, S, span] for `_attend_cached`: 0 where a query at its position may look, -inf beyond."""
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    position_BS = position_BT.repeat_interleave(group, 1)
+    hidden = torch.arange(span, device=position_BT.device) > position_BS[:, None, :, None]
+    return torch.zeros(hidden.shape, dtype=model.head_weight.dtype, device=hidden.device).masked_fill_(
+        hidden, -torch.inf
+    )
 
 
 def _pad_rows(values: Tensor, rows: int) -> Tensor:
