@@ -7,7 +7,7 @@ vocabulary] tensor; transformers pads rows to micro-batches of as many tokens, a
 logits: "sorted" with rows of similar length together, "unsorted" with the documents in the order they come, as its
 trainer does where nothing else is asked for. Each in a process of its own, so that each one's peak memory is its own,
 in turns, medians over `--rounds`. First the check: losses and gradient norms must agree. The last line is one JSON
-object. Targets: 1.3 times the tokens/s on a realistic mix of lengths, 0.6 times the peak memory at a vocabulary of 152k.
+object. Targets: 1.3 times the tokens/s on a realistic mix of lengths, 0.6 times the peak memory at 152k tokens.
 """
 
 import argparse
@@ -178,7 +178,7 @@ def main() -> None:
         for side in SIDES[1:]:
             print(
                 f"  transformers, {side}: {seen[f'{side}_tok_s']:.0f} tokens/s, peak {seen[f'{side}_peak_mb']:.0f} MB; "
-                f"ours is {seen[f'speed_to_{side}']:.2f} times as fast with {seen[f'memory_to_{side}']:.2f} of the memory"
+                f"ours {seen[f'speed_to_{side}']:.2f} times as fast, with {seen[f'memory_to_{side}']:.2f} of the memory"
             )
     print(json.dumps({"threads": arguments.threads, "cases": results}))
 

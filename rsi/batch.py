@@ -1,9 +1,10 @@
-"""Padded micro-batches of trajectories, and the one place where predictions are lined up with their tokens.
+"""Packed micro-batches of trajectories, and the one place where predictions are lined up with their tokens.
 
-Shape suffixes: B rows (trajectories), T tokens, N action tokens of a micro-batch in row-major order, D
-hidden.
+Shape suffixes: T tokens of a micro-batch, S trajectories packed in it one after another, N action tokens in the order
+of T, D hidden.
 """
 
+import heapq
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,44 +15,44 @@ from torch import Tensor
 
 from rsi.trajectory import Trajectory
 
-LENGTH_MULTIPLE = 16
-
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass sees; every [B, T] field describes the token at its own position.
+    """What one forward pass sees; every [T] field describes the token at its own position.
 
-    For one row with the prompt `p q`, a turn `a b`, an observation `o` and a turn `c`::
+    For a trajectory with the prompt `p q`, a turn `a b`, an observation `o` and a turn `c`, and one with the prompt
+    `r` and a turn `d`::
 
-        ids_BT       p  q  a  b  o  c  pad...
-        action_BT    0  0  1  1  0  1  0
-        turn_BT     -1 -1  0  0 -1  1 -1
-        predictor_N  1  2  4        (positions whose hidden state predicts a, b, c)
-        target_N     a  b  c
+        ids_T        p  q  a  b  o  c  r  d
+        action_T     0  0  1  1  0  1  0  1
+        turn_T      -1 -1  0  0 -1  1 -1  0
+        cu_seqlens   0  6  8
+        predictor_N  1  2  4  6     (positions whose hidden state predicts a, b, c, d)
+        target_N     a  b  c  d
     """
 
-    ids_BT: Tensor  # int64, right-padded
-    action_BT: Tensor  # bool, False in the padding
-    turn_BT: Tensor  # int64, -1 where not an action
+    ids_T: Tensor  # int64
+    action_T: Tensor  # bool
+    turn_T: Tensor  # int64, -1 where not an action
+    cu_seqlens: Tensor  # int64 [S + 1], where each trajectory begins, and T
     logprob_N: Tensor  # float32, the sampler's
-    predictor_N: Tensor  # int64, index into [B * T]
+    predictor_N: Tensor  # int64, index into [T]
     target_N: Tensor  # int64
-    row_N: Tensor  # int64, which row of the micro-batch an action token belongs to
-    indices: tuple[int, ...]  # which trajectory each row is, in the sequence given to `collate`
+    indices: tuple[int, ...]  # which trajectory each is, in the sequence given to `collate`
 
     @property
     def action_count(self) -> int:
         return self.target_N.numel()
 
     def scatter(self, value_N: Tensor) -> Tensor:
-        """[N] to [B, T], zero where not an action."""
-        value_BT = torch.zeros(self.ids_BT.shape, dtype=value_N.dtype, device=value_N.device)
-        value_BT[self.action_BT] = value_N
-        return value_BT
+        """[N] to [T], zero where not an action."""
+        value_T = torch.zeros(self.ids_T.shape, dtype=value_N.dtype, device=value_N.device)
+        value_T[self.action_T] = value_N
+        return value_T
 
-    def gather(self, value_BT: Tensor) -> Tensor:
-        """[B, T] (aligned to the token described) to [N]."""
-        return value_BT[self.action_BT]
+    def gather(self, value_T: Tensor) -> Tensor:
+        """[T] (aligned to the token described) to [N]."""
+        return value_T[self.action_T]
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         fields = vars(self).items()
@@ -59,30 +60,31 @@ class MicroBatch:
         return replace(self, **moved)
 
 
-def predictor_index(action_BT: Tensor) -> Tensor:
-    """Where in a flattened [B * T] output the prediction of every action token stands: row t-1 for token t.
+def predictor_index(action_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Where in a [T] output the prediction of every action token stands: row t-1 for token t.
 
     Log-probs and values are both read through this index, so they cannot disagree about the shift.
 
     Raises:
-        ValueError: a row begins with an action token, which nothing predicts.
+        ValueError: a trajectory begins with an action token, which nothing predicts.
     """
-    if action_BT.shape[1] and bool(action_BT[:, 0].any()):
-        rows = action_BT[:, 0].nonzero().squeeze(1).tolist()
-        raise ValueError(f"rows {rows} begin with an action token; a trajectory begins with its prompt")
-    return action_BT.reshape(-1).nonzero().squeeze(1) - 1
+    first_S = cu_seqlens[:-1][cu_seqlens.diff() > 0]
+    if bool(action_T[first_S].any()):
+        wrong = action_T[first_S].nonzero().squeeze(1).tolist()
+        raise ValueError(f"trajectories {wrong} begin with an action token; a trajectory begins with its prompt")
+    return action_T.nonzero().squeeze(1) - 1
 
 
-def gather_predictors(output_BT: Tensor, batch: MicroBatch) -> Tensor:
-    """[B, T] or [B, T, D] model output to [N] or [N, D], each row the one that predicts an action token."""
-    return output_BT.flatten(0, 1).index_select(0, batch.predictor_N)
+def gather_predictors(output_T: Tensor, batch: MicroBatch) -> Tensor:
+    """[T] or [T, D] model output to [N] or [N, D], each row the one that predicts an action token."""
+    return output_T.index_select(0, batch.predictor_N)
 
 
 def collate(trajectories: Sequence[Trajectory], indices: Sequence[int], pad: int) -> MicroBatch:
-    """Right-pad the chosen trajectories to one length, a multiple of 16.
+    """Pack the chosen trajectories one after another.
 
-    Trajectories without any action token are fine, and so are none: the result then has one row of padding, so
-    that a rank without work can join every collective. `logprob` may be empty (supervised records); it is then 0.
+    Trajectories without any action token are fine, and so are none: the result is then a single `pad`, so that a rank
+    without work can join every collective. `logprob` may be empty (supervised records); it is then 0.
 
     Raises:
         ValueError: arrays of different lengths, an action token without a turn, or one at the very start.
@@ -90,26 +92,20 @@ def collate(trajectories: Sequence[Trajectory], indices: Sequence[int], pad: int
     chosen = [trajectories[index] for index in indices]
     for index, trajectory in zip(indices, chosen, strict=True):
         _check_record(index, trajectory)
-    shape = (max(len(chosen), 1), padded_length(max((len(x.ids) for x in chosen), default=0)))
-    ids_BT = torch.full(shape, pad, dtype=torch.int64)
-    action_BT = torch.zeros(shape, dtype=torch.bool)
-    turn_BT = torch.full(shape, -1, dtype=torch.int64)
-    logprob_BT = torch.zeros(shape, dtype=torch.float32)
-    for row, trajectory in enumerate(chosen):
-        length = len(trajectory.ids)
-        ids_BT[row, :length] = torch.tensor(trajectory.ids, dtype=torch.int64)
-        action_BT[row, :length] = torch.tensor(trajectory.action, dtype=torch.bool)
-        turn_BT[row, :length] = torch.tensor(trajectory.turn, dtype=torch.int64)
-        if trajectory.logprob:
-            logprob_BT[row, :length] = torch.tensor(trajectory.logprob, dtype=torch.float32)
+    lengths = [len(trajectory.ids) for trajectory in chosen] or [1]
+    ids_T = torch.tensor([token for x in chosen for token in x.ids] or [pad])
+    action_T = torch.tensor([action for x in chosen for action in x.action] or [0]).bool()
+    turn_T = torch.tensor([turn for x in chosen for turn in x.turn] or [-1])
+    logprob_T = torch.tensor([value for x in chosen for value in x.logprob or [0.0] * len(x.ids)] or [0.0])
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     return MicroBatch(
-        ids_BT=ids_BT,
-        action_BT=action_BT,
-        turn_BT=turn_BT.masked_fill(~action_BT, -1),
-        logprob_N=logprob_BT[action_BT],
-        predictor_N=predictor_index(action_BT),
-        target_N=ids_BT[action_BT],
-        row_N=action_BT.nonzero()[:, 0],
+        ids_T=ids_T,
+        action_T=action_T,
+        turn_T=turn_T.masked_fill(~action_T, -1),
+        cu_seqlens=cu_seqlens,
+        logprob_N=logprob_T[action_T],
+        predictor_N=predictor_index(action_T, cu_seqlens),
+        target_N=ids_T[action_T],
         indices=tuple(indices),
     )
 
@@ -125,40 +121,47 @@ def _check_record(index: int, trajectory: Trajectory) -> None:
         raise ValueError(f"trajectory {index} ({trajectory.task}): an action token has no turn")
 
 
-def padded_length(length: int) -> int:
-    return max(1, -(-length // LENGTH_MULTIPLE)) * LENGTH_MULTIPLE
+def plan_micro_batches(lengths: Sequence[int], max_tokens: int, ranks: int = 1) -> list[list[int]]:
+    """Pack indices into micro-batches of at most `max_tokens` tokens, as few as go and all about equally full.
 
-
-def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group indices by length so that rows times padded length stays within `max_tokens`.
-
-    Longest first, equal lengths in the order given, so the plan depends on nothing else. A sequence that is
-    longer than `max_tokens` by itself gets its own micro-batch.
+    Each index, longest first, goes to the emptiest micro-batch, so the plan depends on nothing but the arguments. A
+    sequence longer than `max_tokens` gets a micro-batch of its own. Their number is a multiple of `ranks`: where there
+    are fewer sequences the last ones are empty. Fullest first.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-    plan: list[list[int]] = []
-    width = 0
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if plan and (len(plan[-1]) + 1) * width <= max_tokens:
-            plan[-1].append(index)
-        else:
-            plan.append([index])
-            width = padded_length(lengths[index])
-    return plan
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    too_long = [[index] for index in order if lengths[index] > max_tokens]
+    rest = order[len(too_long) :]
+    count = -(-sum(lengths[index] for index in rest) // max_tokens)
+    while True:
+        count += -(len(too_long) + count) % ranks
+        packed: list[list[int]] = [[] for _ in range(count)]
+        emptiest = [(0, number) for number in range(count)]  # a heap of (tokens, micro-batch)
+        for index in rest:
+            tokens, number = emptiest[0]
+            packed[number].append(index)
+            heapq.heapreplace(emptiest, (tokens + lengths[index], number))
+        if max(emptiest, default=(0, 0))[0] <= max_tokens:
+            return too_long + [
+                packed[number] for _, number in sorted(emptiest, key=lambda entry: (-entry[0], entry[1]))
+            ]
+        count += 1
 
 
 def deal(groups: Sequence[list[int]], rank: int, ranks: int) -> list[list[int]]:
-    """One rank's micro-batches of an optimizer step: every rank gets as many, some of them empty if need be.
+    """One rank's micro-batches of an optimizer step, dealt back and forth (0, 1, …, 1, 0, 0, 1, …).
 
-    Dealt back and forth (0, 1, …, 1, 0, 0, 1, …), so that groups that come largest first end up balanced.
+    `groups` is a multiple of `ranks`, fullest first, so that the ranks have as many and about as much to do.
     """
-    rounds = -(-len(groups) // ranks)
-    places = (number * ranks + (rank if number % 2 == 0 else ranks - 1 - rank) for number in range(rounds))
-    return [groups[place] if place < len(groups) else [] for place in places]
+    assert len(groups) % ranks == 0, (len(groups), ranks)
+    return [groups[start + (rank if start // ranks % 2 == 0 else ranks - 1 - rank)]
+            for start in range(0, len(groups), ranks)]  # fmt: skip
 
 
-def plan_step(lengths: Sequence[int], minibatches: int, max_tokens: int, seed: int) -> list[list[list[int]]]:
+def plan_step(
+    lengths: Sequence[int], minibatches: int, max_tokens: int, seed: int, ranks: int = 1
+) -> list[list[list[int]]]:
     """Deal a rollout into `minibatches` optimizer steps, each a list of micro-batches of indices.
 
     The deal is a seeded shuffle; sizes differ by at most one. Always `minibatches` entries (empty ones when
@@ -171,7 +174,7 @@ def plan_step(lengths: Sequence[int], minibatches: int, max_tokens: int, seed: i
     plan = []
     for start in range(minibatches):
         members = sorted(order[start::minibatches])
-        groups = plan_micro_batches([lengths[index] for index in members], max_tokens)
+        groups = plan_micro_batches([lengths[index] for index in members], max_tokens, ranks)
         plan.append([[members[position] for position in group] for group in groups])
     return plan
 

@@ -20,13 +20,13 @@ Metrics = dict[str, Tensor]
 
 
 class Actor(Protocol):
-    def __call__(self, ids_BT: Tensor) -> Tensor: ...  # hidden_BTD
+    def __call__(self, ids_BT: Tensor, cu_seqlens: Tensor) -> Tensor: ...  # hidden_BTD
     @property
     def head_weight(self) -> Tensor: ...  # [V, D]
 
 
 class ValueModel(Protocol):
-    def __call__(self, ids_BT: Tensor) -> Tensor: ...  # values_BT of the states after each token
+    def __call__(self, ids_BT: Tensor, cu_seqlens: Tensor) -> Tensor: ...  # values_BT of the states after each token
 
 
 def action_logprobs(model: Actor, batch: MicroBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -35,14 +35,14 @@ def action_logprobs(model: Actor, batch: MicroBatch, temperature: float = 1.0) -
     Only the hidden states that predict an action token are projected (`rsi_kernels.linear_logprob`). The
     distribution is softmax(logits / temperature), the sampler's.
     """
-    hidden_ND = gather_predictors(model(batch.ids_BT), batch)
+    hidden_ND = gather_predictors(model(batch.ids_T[None], batch.cu_seqlens)[0], batch)
     logprob_N, entropy_N = linear_logprob(hidden_ND, model.head_weight, batch.target_N, temperature)
     return logprob_N.float(), entropy_N.float()
 
 
 def action_values(critic: ValueModel, batch: MicroBatch) -> Tensor:
     """V(state before each action token), float32 [N]: the critic's output at the token before it."""
-    return gather_predictors(critic(batch.ids_BT), batch).float()
+    return gather_predictors(critic(batch.ids_T[None], batch.cu_seqlens)[0], batch).float()
 
 
 def policy_loss(

@@ -67,16 +67,16 @@ def spr(
     return 1.0 + bonus if strict else partial * min(progress, 1.0)
 
 
-def terminal_rewards(action_BT: Tensor, reward_B: Tensor) -> Tensor:
-    """[B, T] rewards with each row's reward on its last action token, whatever follows it; float32.
+def terminal_rewards(action_T: Tensor, cu_seqlens: Tensor, reward_S: Tensor) -> Tensor:
+    """[T] rewards with each packed trajectory's reward on its last action token, whatever follows it; float32.
 
-    A row without action tokens gets none: there is no decision to credit.
+    A trajectory without action tokens gets none: there is no decision to credit. `cu_seqlens` [S + 1] as in `tb_gae`.
     """
-    rows, tokens = action_BT.shape
-    if tuple(reward_B.shape) != (rows,):
-        raise ValueError(f"one reward a row is needed: [{rows}], got {tuple(reward_B.shape)}")
-    position_T = torch.arange(tokens, device=action_BT.device)
-    if tokens == 0:
-        return torch.zeros(rows, 0)
-    last_B = torch.where(action_BT != 0, position_T, -1).amax(1)
-    return torch.where(position_T == last_B[:, None], reward_B.to(torch.float32)[:, None], 0.0)
+    if reward_S.shape != (cu_seqlens.numel() - 1,):
+        raise ValueError(f"one reward a trajectory is needed: [{cu_seqlens.numel() - 1}], got {tuple(reward_S.shape)}")
+    index_N = action_T.nonzero().squeeze(1)
+    edge_S = torch.searchsorted(index_N, cu_seqlens)
+    acts_S = edge_S.diff() > 0
+    placed_T = torch.zeros(action_T.shape, device=action_T.device)
+    placed_T[index_N[edge_S[1:][acts_S] - 1]] = reward_S[acts_S].to(torch.float32)
+    return placed_T

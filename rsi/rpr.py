@@ -177,8 +177,9 @@ class Loop:
         if settings.control == "shuffled_rewards":
             random.Random(seed).shuffle(scores)
         lengths = [len(record.ids) for record in records]
-        plan = plan_step(lengths, settings.minibatches, self.session.config.micro_batch_tokens, seed)
-        shares = [deal(groups, distributed.rank(), distributed.world()) for groups in plan]
+        rank, ranks = distributed.rank(), distributed.world()
+        plan = plan_step(lengths, settings.minibatches, self.session.config.micro_batch_tokens, seed, ranks)
+        shares = [deal(groups, rank, ranks) for groups in plan]
         prepared = [[self.prepare(records, scores, group) for group in share] for share in shares]
         everything = [entry for minibatch in prepared for entry in minibatch]
         found |= self.describe(everything, rival)
@@ -191,7 +192,7 @@ class Loop:
             for groups, minibatch in zip(plan, prepared, strict=True):
                 tokens = count_actions(records, [index for group in groups for index in group])
                 total += tokens
-                share = tokens / distributed.world()  # gradients are averaged over the ranks
+                share = tokens / ranks  # gradients are averaged over the ranks
                 norms["critic/grad_norm"].append(self.update_critic(minibatch, share, sums))
                 if train_actor:
                     norms.setdefault("actor/grad_norm", []).append(self.update_actor(minibatch, share, sums))
@@ -217,22 +218,23 @@ class Loop:
         temperature = self.session.config.rollout.temperature
         old_logprob, _ = ppo.action_logprobs(self.learner.actor, batch, temperature)
         old_value = ppo.action_values(self.learner.critic, batch)
-        # Without attempts the batch is one row of padding.
-        score_B = torch.tensor([scores[index] for index in indices] or [0.0], device=self.session.device)
-        advantage_BT, returns_BT = tb_gae(
-            rewards.terminal_rewards(batch.action_BT, score_B),
+        # Without attempts the batch is one token of padding.
+        score_S = torch.tensor([scores[index] for index in indices] or [0.0], device=self.session.device)
+        advantage_T, returns_T = tb_gae(
+            rewards.terminal_rewards(batch.action_T, batch.cu_seqlens, score_S),
             batch.scatter(old_value),
-            batch.action_BT,
-            batch.turn_BT,
+            batch.action_T,
+            batch.turn_T,
             self.settings.gamma,
             self.settings.lam,
+            cu_seqlens=batch.cu_seqlens,
         )
-        advantage = batch.gather(advantage_BT)
+        advantage = batch.gather(advantage_T)
         if self.settings.control == "zero_advantages":
             advantage = torch.zeros_like(advantage)
         reference = self.learner.reference
         reference_logprob = ppo.action_logprobs(reference, batch, temperature)[0] if reference else None
-        return Prepared(batch, old_logprob, old_value, advantage, batch.gather(returns_BT), reference_logprob)
+        return Prepared(batch, old_logprob, old_value, advantage, batch.gather(returns_T), reference_logprob)
 
     @torch.no_grad()
     def describe(self, prepared: Sequence[Prepared], rival: Critic | None) -> dict[str, float]:

@@ -257,6 +257,7 @@ def train(session: Session, stage: Stage, actor: Transformer, chat: Chat, exampl
         return
     distributed.spread(actor, session.config.precision, session.config.recompute, session.config.offload)
     optimizer = torch.optim.AdamW(actor.parameters(), settings.lr, weight_decay=0.0)
+    ranks = distributed.world()
     batches = batch_order(len(examples), settings.batch, settings.epochs, session.seed(stage.name, "train"))
     parts = {"actor": (actor, [optimizer])}
     start = session.progress.load(parts)
@@ -266,12 +267,12 @@ def train(session: Session, stage: Stage, actor: Transformer, chat: Chat, exampl
         tokens = count_actions(examples, chosen)
         optimizer.zero_grad()
         sums = []
-        groups = plan_micro_batches(lengths, session.config.micro_batch_tokens)
-        for group in deal(groups, distributed.rank(), distributed.world()):
+        groups = plan_micro_batches(lengths, session.config.micro_batch_tokens, ranks)
+        for group in deal(groups, distributed.rank(), ranks):
             batch = collate(examples, [chosen[position] for position in group], chat.pad).to(session.device)
             logprob, _ = ppo.action_logprobs(actor, batch, session.config.rollout.temperature)
             # Gradients are averaged over the ranks, so each divides by its share of the tokens.
-            loss, found = ppo.supervised_loss(logprob, None, tokens / distributed.world())
+            loss, found = ppo.supervised_loss(logprob, None, tokens / ranks)
             loss.backward()
             sums.append(found)
         norm = distributed.optimizer_step(actor, optimizer, MAX_GRAD_NORM)

@@ -116,8 +116,9 @@ def pretrain(
         records = examples(chat, rng, settings.batch, suites, limit, settings.habit)
         tokens = sum(sum(record.action) for record in records)
         total = 0.0
-        groups = plan_micro_batches([len(record.ids) for record in records], MICRO_BATCH_TOKENS)
-        for group in deal(groups, distributed.rank(), distributed.world()):
+        ranks = distributed.world()
+        groups = plan_micro_batches([len(record.ids) for record in records], MICRO_BATCH_TOKENS, ranks)
+        for group in deal(groups, distributed.rank(), ranks):
             batch = collate(records, group, chat.pad).to(device)
             logprob, _ = action_logprobs(model, batch, 1.0)
             loss, _ = supervised_loss(logprob, None, tokens)

@@ -63,9 +63,9 @@ def gradients(model: torch.nn.Module) -> list[Tensor]:
 def token_noise(batch: MicroBatch, stream: int) -> Tensor:
     """Numbers that belong to a token of a trajectory, wherever the packing puts it."""
     parts = []
-    for row, index in enumerate(batch.indices):
+    for actions, index in zip(batch.action_T.split(batch.cu_seqlens.diff().tolist()), batch.indices, strict=False):
         generator = torch.Generator().manual_seed(1000 * stream + index)
-        parts.append(torch.randn(int(batch.action_BT[row].sum()), generator=generator))
+        parts.append(torch.randn(int(actions.sum()), generator=generator))
     return torch.cat(parts) if parts else torch.zeros(0)
 
 

@@ -100,20 +100,19 @@ def test_mistakes_are_named(call, message):
 
 
 @PROPERTY
-@given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), max_size=5))
+@given(st.lists(st.lists(st.booleans(), max_size=7), max_size=5))
 def test_the_reward_lands_on_the_last_action_token(rows):
-    action = torch.tensor(rows, dtype=torch.bool).reshape(len(rows), 7)
-    reward = torch.arange(1, len(rows) + 1).double()
-    placed = terminal_rewards(action, reward)
+    action = torch.tensor([flag for flags in rows for flag in flags], dtype=torch.bool)
+    cu_seqlens = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    placed = terminal_rewards(action, cu_seqlens, torch.arange(1, len(rows) + 1).double())
     assert placed.dtype == torch.float32 and placed.shape == action.shape
-    for row, flags in enumerate(rows):
-        wanted = [0.0] * 7
+    for number, (flags, found) in enumerate(zip(rows, placed.split([len(flags) for flags in rows]), strict=True)):
+        wanted = [0.0] * len(flags)
         if any(flags):
-            wanted[max(t for t in range(7) if flags[t])] = row + 1.0
-        assert placed[row].tolist() == wanted
+            wanted[max(t for t, flag in enumerate(flags) if flag)] = number + 1.0
+        assert found.tolist() == wanted
 
 
-def test_reward_placement_edges():
-    assert terminal_rewards(torch.zeros(2, 0, dtype=torch.bool), torch.ones(2)).shape == (2, 0)
-    with pytest.raises(ValueError, match="one reward a row"):
-        terminal_rewards(torch.zeros(2, 3, dtype=torch.bool), torch.ones(3))
+def test_one_reward_a_trajectory():
+    with pytest.raises(ValueError, match="one reward a trajectory"):
+        terminal_rewards(torch.zeros(3, dtype=torch.bool), torch.tensor([0, 1, 3]), torch.ones(3))
