@@ -63,6 +63,9 @@ class Rollout:
     """Attempts that sample together, on all ranks."""
     workers: int = 8
     """Threads of one rank that drive sandboxes."""
+    lockstep: bool = True
+    """All sample, then all run their commands: the same numbers in every run on a CPU. Without it nobody waits for the
+    slow, and with who happens to share a batch log-probs vary in their last digits."""
     threads: int = 1
     """CPU threads that sampling uses; the sandboxes want the others."""
     max_length: int = 512

@@ -21,6 +21,7 @@ def qwen3_8_27b() -> Config:
         rollout=Rollout(
             slots=512,
             workers=64,
+            lockstep=False,
             max_length=86016,
             max_turns=60,
             max_turn_tokens=8192,

@@ -1,16 +1,16 @@
 """Many attempts at once: the one loop that every harness shares.
 
-Lock-step rounds: all active attempts sample their turn in one batch, then all their commands run at
-once in their sandboxes, then the next round; what has ended is judged meanwhile. The order of events,
-hence every number, depends on seeds alone.
+An attempt samples its turn in a batch with the others, runs its commands in its sandbox, and comes back with what it
+saw; what has ended is judged meanwhile. Whoever is ready samples, while the commands of others run; or, with
+`lockstep`, all sample and then all run, so that the order of events, hence every number, depends on seeds alone.
 """
 
 import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from rsi_sandbox import Backend, Sandbox, SandboxError, Task, judge, verify
 from rsi.chat import Chat
 from rsi.config import Rollout
 from rsi.harness import NOT_SOLVED, Action, Harness, Outcome
-from rsi.sampler import Sampler
+from rsi.sampler import Sampler, Turn
 from rsi.trajectory import Exchange, Trajectory, to_json
 
 
@@ -67,31 +67,34 @@ def collect(
     means the configured one, 0 greedy.
     """
     temperature = engine.settings.temperature if temperature is None else temperature
-    waiting, active = deque(jobs), list[Attempt]()
+    waiting, attempts = deque(jobs), list[Attempt]()
+    active: dict[int, Attempt] = {}  # by slot
+    acting: dict[Future[None], Attempt] = {}
     finishing: list[Future[None]] = []
-    attempts: list[Attempt] = []
     with sink(path) as write, ThreadPoolExecutor(engine.settings.workers) as pool, threads(engine.settings.threads):
         try:
             while waiting or active:
                 while waiting and len(active) < engine.settings.slots:
                     attempt = begin(waiting.popleft(), harness, engine, pool)
-                    active.append(attempt)
                     attempts.append(attempt)
-                sample(active, engine, temperature)
-                for future in [pool.submit(act, attempt, harness, engine) for attempt in active]:
-                    future.result()
-                ended = [attempt for attempt in active if not attempt.pending]
-                active = [attempt for attempt in active if attempt.pending]
-                for attempt in ended:
-                    engine.sampler.close(attempt.slot)
-                    finishing.append(pool.submit(finish, attempt, engine, write))
+                    active[attempt.slot] = attempt
+                for slot in sample(active, engine, temperature):
+                    acting[pool.submit(act, active[slot], harness, engine)] = active[slot]
+                for attempt in acted(acting, engine):
+                    if attempt.pending:
+                        engine.sampler.submit(attempt.slot, attempt.pending, engine.settings.max_turn_tokens)
+                    else:
+                        engine.sampler.close(attempt.slot)
+                        del active[attempt.slot]
+                        finishing.append(pool.submit(finish, attempt, engine, write))
                 engine.report(len(attempts) - len(active), len(jobs))
             for future in finishing:
                 future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             for attempt in attempts:
-                engine.sampler.close(attempt.slot)
+                if attempt.slot in active:
+                    engine.sampler.close(attempt.slot)
                 if attempt.sandbox.done() and not attempt.sandbox.cancelled() and not attempt.sandbox.exception():
                     attempt.sandbox.result().close()
             raise
@@ -124,24 +127,38 @@ def sink(path: Path) -> Iterator[Callable[[Trajectory], None]]:
 
 
 def begin(job: Job, harness: Harness, engine: Engine, pool: ThreadPoolExecutor) -> Attempt:
-    """Start the sandbox in the background and put the prompt before the policy."""
+    """Start the sandbox in the background and give the prompt to the policy."""
     task = job.task
     record = Trajectory(task.name, task.family, task.suite, harness.name, job.seed, job.runbook, end="")
     prompt = engine.chat.prompt(harness.prompt(task.instruction, job.runbook))
     record.extend(prompt)
     slot = engine.sampler.open(job.seed)
+    engine.sampler.submit(slot, prompt, engine.settings.max_turn_tokens)
     return Attempt(job, slot, pool.submit(engine.backend.start, task), record, prompt)
 
 
-def sample(active: Sequence[Attempt], engine: Engine, temperature: float) -> None:
-    """One assistant turn for every active attempt."""
-    requests = [(attempt.slot, attempt.pending) for attempt in active]
-    turns = engine.sampler.generate(requests, engine.settings.max_turn_tokens, engine.chat.stops, temperature)
-    for attempt, (ids, logprobs) in zip(active, turns, strict=True):
-        record = attempt.record
+def sample(active: Mapping[int, Attempt], engine: Engine, temperature: float) -> list[int]:
+    """Sample until a turn ends, in lock-step until all have; the slots of those that did."""
+    turns: dict[int, Turn] = {}
+    while engine.sampler.busy and (engine.settings.lockstep or not turns):
+        turns |= engine.sampler.advance(engine.chat.stops, temperature)
+    for slot, (ids, logprobs) in turns.items():
+        record = active[slot].record
         record.extend(ids, turn=record.turns, logprob=logprobs)
         if not ids or ids[-1] not in engine.chat.stops:
             record.end = "length"
+    return list(turns)
+
+
+def acted(acting: dict[Future[None], Attempt], engine: Engine) -> list[Attempt]:
+    """Take out the attempts whose commands are through: in lock-step all, else waiting only where none can sample."""
+    ready = set(acting)
+    if not engine.settings.lockstep:
+        ready = wait(acting, timeout=0 if engine.sampler.busy else None, return_when=FIRST_COMPLETED).done
+    done = [future for future in acting if future in ready]
+    for future in done:
+        future.result()
+    return [acting.pop(future) for future in done]
 
 
 def act(attempt: Attempt, harness: Harness, engine: Engine) -> None:

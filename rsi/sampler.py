@@ -94,6 +94,11 @@ class Sampler:
             if slot in places:
                 places.remove(slot)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a turn is under way or waits to begin."""
+        return bool(self.waiting or self.active)
+
     def submit(self, slot: int, new_ids: Sequence[int], max_tokens: int) -> None:
         """Ask for one turn of at most `max_tokens` ids after `new_ids`, which follow all the slot has seen before.
 
@@ -151,7 +156,7 @@ class Sampler:
         top_k: int = 0,
     ) -> list[Turn]:
         """One turn for each (slot, new ids), in their order: `submit` for all, `advance` until all have ended."""
-        if self.waiting or self.active:
+        if self.busy:
             raise ValueError("turns are under way: generate is for rounds that begin and end together")
         if len({slot for slot, _ in requests}) < len(requests):
             raise ValueError("a slot appears twice in one call: it can sample one turn at a time")

@@ -1,7 +1,7 @@
 """Attempts in real sandboxes, the policy's turns written in advance."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,8 @@ class Script:
 
     def __init__(self, turns: dict[int, list[str]]) -> None:
         self.turns, self.seeds, self.read = turns, dict[int, int](), dict[int, list[list[int]]]()
+        self.asked: dict[int, tuple[list[int], list[float]]] = {}
+        self.order: list[int] = []
         self.open_slots = 0
 
     def open(self, seed: int) -> int:
@@ -33,15 +35,19 @@ class Script:
     def close(self, slot: int) -> None:
         self.open_slots -= 1
 
-    def generate(
-        self, requests: Sequence[tuple[int, list[int]]], max_tokens: int, stop: int, temperature: float
-    ) -> list[tuple[list[int], list[float]]]:
-        played = []
-        for slot, new in requests:
-            self.read.setdefault(slot, []).append(list(new))
-            ids = CHAT.encode_turn(self.turns[self.seeds[slot]].pop(0))[:max_tokens]
-            played.append((ids, [-0.5] * len(ids)))
-        return played
+    @property
+    def busy(self) -> bool:
+        return bool(self.asked)
+
+    def submit(self, slot: int, new: list[int], max_tokens: int) -> None:
+        self.read.setdefault(slot, []).append(list(new))
+        self.order.append(self.seeds[slot])
+        ids = CHAT.encode_turn(self.turns[self.seeds[slot]].pop(0))[:max_tokens]
+        self.asked[slot] = (ids, [-0.5] * len(ids))
+
+    def advance(self, stops: Collection[int], temperature: float) -> dict[int, tuple[list[int], list[float]]]:
+        """One turn at a time, the last one asked for first."""
+        return dict([self.asked.popitem()])
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +177,24 @@ def test_more_jobs_than_slots_come_back_in_order(backend: Backend, task: Task, t
     assert [record.seed for record in records] == list(range(7))
     assert [record.strict for record in records] == [bool(seed % 2) for seed in range(7)]
     assert sorted(record.seed for record in read(tmp_path / "a.jsonl")) == list(range(7))
+
+
+def test_a_slow_command_holds_up_nobody_else(backend: Backend, task: Task, tmp_path: Path) -> None:
+    """In lock-step the quick attempt's second turn waits for the slow one's first command."""
+    scripts = {
+        0: [commands("sleep 3"), DONE],
+        1: [commands("echo a"), commands("echo b"), commands(solution(task)), DONE],
+    }
+    for lockstep in (True, False):
+        path = tmp_path / f"{lockstep}.jsonl"
+        script = Script({seed: list(turns) for seed, turns in scripts.items()})
+        settings = dataclasses.replace(SETTINGS, lockstep=lockstep, command_timeout=10.0)
+        engine = Engine(script, CHAT, backend, settings)  # type: ignore[arg-type]
+        slow, quick = collect([Job(task, 0), Job(task, 1)], get_harness("terminus", "brief"), engine, path)
+        assert quick.strict and not slow.strict and slow.end == quick.end == "done" and script.open_slots == 0
+        assert script.order == ([0, 1, 1, 0, 1, 1] if lockstep else [0, 1, 1, 1, 1, 0])
+    both = [{x.seed: (x.ids, x.checks) for x in read(tmp_path / f"{kind}.jsonl")} for kind in (True, False)]
+    assert both[0] == both[1]
 
 
 def test_chat_tokens_in_an_observation_are_text(backend: Backend, task: Task, tmp_path: Path) -> None:
