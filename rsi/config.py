@@ -195,7 +195,7 @@ class Config:
     threads: int = 2
     """CPU threads of the trainer, shared by the ranks of one machine."""
     micro_batch_tokens: int = 2048
-    """Padded tokens of one forward and backward pass of one rank."""
+    """Tokens of one forward and backward pass of one rank; a longer attempt makes a pass of its own."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of the trainer's passes; weights, moments and reductions are float32."""
     recompute: bool = False
