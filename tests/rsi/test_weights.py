@@ -19,6 +19,7 @@ from test_chat import TOKENIZER
 from tiny_models import FAMILIES, TINY, perturbed
 
 from rsi.chat import Chat, Message
+from rsi.distributed import copy_of
 from rsi.model import Critic, Transformer
 from rsi.weights import (
     WeightsError,
@@ -81,7 +82,7 @@ def test_we_read_what_transformers_writes(tmp_path: Path, tied: bool) -> None:
 
 def test_actor_and_critic_round_trip(tmp_path: Path) -> None:
     actor = save_actor(tmp_path / "deep" / "actor")
-    critic = Critic.from_actor(actor)
+    critic = copy_of(actor, Critic)
     save_model(tmp_path / "critic", critic, TOKENIZER)
     assert same_parameters(load_actor(tmp_path / "deep" / "actor"), actor)
     assert same_parameters(load_critic(tmp_path / "critic"), critic)
@@ -140,7 +141,7 @@ def test_a_critic_without_its_head_is_refused(tmp_path: Path) -> None:
     actor = save_actor(tmp_path / "actor")
     with pytest.raises(WeightsError, match="no value_head tensors: this is an actor"):
         load_critic(tmp_path / "actor")
-    save_model(tmp_path / "critic", Critic.from_actor(actor), TOKENIZER)
+    save_model(tmp_path / "critic", copy_of(actor, Critic), TOKENIZER)
     with pytest.raises(WeightsError, match="has a value_head: this is a critic"):
         load_actor(tmp_path / "critic")
     path = tmp_path / "critic" / "model.safetensors"
