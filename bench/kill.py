@@ -127,10 +127,11 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/kill"))
     parser.add_argument("--reference", type=Path, help="a finished run of the same command, never killed")
     arguments = parser.parse_args()
-    for old in [*arguments.runs.glob("killed-*"), *arguments.runs.glob("reference")]:
-        shutil.rmtree(old)
     reference = arguments.reference or arguments.runs / "reference"
+    for old in arguments.runs.glob("killed-*"):
+        shutil.rmtree(old)
     if not arguments.reference:
+        shutil.rmtree(reference, ignore_errors=True)
         subprocess.run(command(arguments, "reference"), check=True, stdout=subprocess.DEVNULL)
     expected, begun = outcome(reference), time.monotonic()
     seconds = sum(stage["seconds"] for stage in json.loads((reference / "stages.json").read_text(encoding="utf-8")))

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from rsi import __version__, distributed
 from rsi.config import Config, UserError, differences, from_record, to_record
-from rsi.stages import Stage, schedule
+from rsi.stages import Stage, missing_before, schedule
 
 PARTIAL = ".partial"
 KEEP = 2  # saved positions of a stage under way
@@ -52,6 +52,10 @@ class Run:
     def done(self) -> set[str]:
         """Names of the finished stages."""
         return {stage.name for stage in schedule(self.config) if self.path(stage.name).is_dir()}
+
+    def missing(self) -> list[Stage]:
+        """The stages that have yet to run, in order, for the configured one to be done."""
+        return missing_before(self.config, self.done())
 
     def record(self, stage: str) -> dict[str, Any]:
         """A finished stage's `stage.json`."""

@@ -8,7 +8,7 @@ backward pass, caught while it runs on tensors without storage.
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from rsi.config import Config, UserError, to_record
 from rsi.distributed import is_spread, rank_memory, world
 from rsi.model import Critic, Layer, Mixing, Transformer, rotary
 from rsi.sampler import Sampler
-from rsi.stages import missing_before
+from rsi.stages import Stage
 from rsi.weights import WeightsError, find_folder, read_config
 
 GIB = 2**30
@@ -149,7 +149,7 @@ def sampler_memory(actor: Transformer, config: Config) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one rank. Training and sampling take turns, each beside the networks' shards."""
+    """Bytes of one rank. Training the `networks` and sampling take turns, each beside all shards."""
 
     networks: dict[str, Memory]
     sampler: dict[str, int]
@@ -157,19 +157,24 @@ class Need:
 
     @property
     def training(self) -> int:
-        return self.resident + max(network.passing for network in self.networks.values())
+        return self.resident + max((network.passing for network in self.networks.values()), default=0)
 
     @property
     def sampling(self) -> int:
         return self.resident + sum(self.sampler.values())
 
 
-def need(actor: Transformer, critic: Critic, config: Config) -> Need:
-    """What a run needs on each of `config.ranks` ranks; of a device whose networks are offloaded nothing for these."""
-    networks = {"actor": memory(actor, config), "critic": memory(critic, config)}
-    resident = sum(network.resident for network in networks.values())
-    if config.rpr.kl_coefficient:
-        resident += networks["actor"].resident * FLOAT32 // STATE  # the reference: weights alone
+def need(actor: Transformer, critic: Critic, config: Config, stages: Sequence[Stage]) -> Need:
+    """What `stages` need on each of `config.ranks` ranks; of a device whose networks are offloaded no shards."""
+    networks, kinds = {"actor": memory(actor, config)}, {stage.kind for stage in stages}
+    weights = networks["actor"].resident * FLOAT32 // STATE
+    if "rpr" in kinds:
+        networks["critic"] = memory(critic, config)
+    elif "rsr" not in kinds:
+        networks = {}
+    resident = sum(network.resident for network in networks.values()) or weights
+    if "rpr" in kinds and config.rpr.kl_coefficient:
+        resident += weights  # the reference's
     return Need(networks, sampler_memory(actor, config), 0 if config.offload else resident)
 
 
@@ -191,26 +196,26 @@ def check(wanted: Need, gib: float | None) -> None:
         )
 
 
-def check_here(config: Config) -> None:
-    """`check` of a run that begins on the ranks that there are. All ranks call."""
+def check_here(config: Config, stages: Sequence[Stage]) -> None:
+    """`check` of stages that are about to run on the ranks that there are. All ranks call."""
     config = dataclasses.replace(config, ranks=world())
-    check(need(*build(model_config(config)), config), limit(config))
+    check(need(*build(model_config(config)), config, stages), limit(config))
 
 
 def print_plan(config: Config) -> None:
     """The resolved configuration and what would run; nothing is written. Raises UserError where it does not fit."""
     print(json.dumps(to_record(config), indent=1))
-    networks = build(model_config(config))
-    for label, line in lines(config, *networks):
+    actor, critic = build(model_config(config))
+    stages = Run(config.folder, config).missing()
+    for label, line in lines(config, actor, critic, stages):
         print(f"{label:<13}{line}")
-    check(need(*networks, config), limit(config))
+    check(need(actor, critic, config, stages), limit(config))
 
 
-def lines(config: Config, actor: Transformer, critic: Critic) -> Iterator[tuple[str, str]]:
+def lines(config: Config, actor: Transformer, critic: Critic, stages: Sequence[Stage]) -> Iterator[tuple[str, str]]:
     """The plan, a label and its text a line."""
     yield "run folder", str(config.folder)
-    missing = missing_before(config, Run(config.folder, config).done())
-    yield "stages", ", ".join(stage.name for stage in missing) or "all done"
+    yield "stages", ", ".join(stage.name for stage in stages) or "all done"
     model = actor.config
     source = config.init or "embedded, pretrained here"
     yield "model", f"{source} ({model.model_type}, {model.num_hidden_layers} layers)"
@@ -218,7 +223,7 @@ def lines(config: Config, actor: Transformer, critic: Critic) -> Iterator[tuple[
         counts = parameters_by_part(network)
         parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
         yield name, f"{sum(counts.values()):,} parameters: {parts}"
-    wanted = need(actor, critic, config)
+    wanted = need(actor, critic, config, stages)
     for name, of in wanted.networks.items():
         parts = ", ".join(f"{part} {count / GIB:.2f}" for part, count in vars(of).items())
         yield f"{name} GiB", f"{(of.resident + of.passing) / GIB:.2f} a rank of {config.ranks}: {parts}"
@@ -226,7 +231,7 @@ def lines(config: Config, actor: Transformer, critic: Critic) -> Iterator[tuple[
     yield "sampler GiB", f"{sum(wanted.sampler.values()) / GIB:.2f} a rank: {parts}"
     found = limit(config)
     has = f"it has {found:.2f}" if found else "compared with what a rank has where that is given: --rank-gib"
-    recomputed = need(actor, critic, dataclasses.replace(config, recompute=True)).training
+    recomputed = need(actor, critic, dataclasses.replace(config, recompute=True), stages).training
     hint = "" if config.recompute else f" ({recomputed / GIB:.2f} with --recompute)"
     yield "rank GiB", f"{wanted.training / GIB:.2f} to train{hint}, {wanted.sampling / GIB:.2f} to sample; {has}"
     yield "tasks", f"{config.tasks or f'built-in, {config.train_tasks} to train on a suite'}; "\

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rsi.config import Config, UserError, fail, parse
-from rsi.stages import Stage, missing_before, schedule
+from rsi.stages import Stage, schedule
 
 if TYPE_CHECKING:  # torch takes seconds to import; a wrong option is answered before that
     from tokenizers import Tokenizer
@@ -57,12 +57,12 @@ def run(config: Config) -> None:
     from rsi.weights import WeightsError
 
     distributed.start(config.timeout)
-    if missing_before(config, Run(config.folder, config).done()):
-        plan.check_here(config)
+    stages = Run(config.folder, config).missing()
+    if stages:
+        plan.check_here(config, stages)
     run_folder = open_run(config)
     log = Log(run_folder.folder, distributed.rank())
     try:
-        stages = missing_before(config, run_folder.done())
         if stages:
             device, ranks = distributed.find_device(), distributed.world()
             log.say(f"{run_folder.folder}: stages {', '.join(stage.name for stage in stages)}; {ranks} × {device.type}")

@@ -13,6 +13,7 @@ from rsi.architecture import FULL, LINEAR, PUBLISHED, ModelConfig
 from rsi.config import UserError, parse
 from rsi.model import Critic, Layer, Mixing, Transformer, rotary
 from rsi.plan import build, limit, lines, memory, model_config, need, parameters_by_part, sampler_memory, saved_bytes
+from rsi.stages import schedule
 
 
 def test_published_models_have_their_published_sizes() -> None:
@@ -65,11 +66,15 @@ def test_what_a_rank_samples_with() -> None:
     count, (_, joined, caches) = sum(p.numel() for p in actor.parameters()), sampler_memory(actor, config).values()
     assert caches == 3 * 16 * 64 * 2 * (2 * 16) * 4  # layers, rows, positions, keys and values, channels, bytes
     assert joined == 4 * 3 * (128 * 32 + 6 * 16 + 2 * 64 * 32)  # query, key, value; their norms; gate and up
-    found = need(actor, Critic(TINY), config)
-    assert found.sampling == found.resident + joined + caches
+    base, rsr1, rpr1 = schedule(config)[:3]
+    found = need(actor, Critic(TINY), config, [base, rsr1, rpr1])
+    assert found.sampling == found.resident + joined + caches and found.training > found.resident > 32 * count * 0.8
+    assert need(actor, Critic(TINY), config, [base, rsr1]).resident == 16 * count
+    evaluated = need(actor, Critic(TINY), config, [base])
+    assert evaluated.training == evaluated.resident == 4 * count
     two = replace(config, ranks=2, rollout=replace(config.rollout, slots=32))
     assert list(sampler_memory(actor, two).values()) == [4 * count, joined, caches]
-    assert need(actor, Critic(TINY), replace(two, offload=True)).resident == 0
+    assert need(actor, Critic(TINY), replace(two, offload=True), [rpr1]).resident == 0
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +96,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_every_preset_has_a_plan(tmp_path: Path) -> None:
     for preset, model in (("tiny", "embedded"), ("qwen3-0.6b", "hub:Qwen/Qwen3-0.6B")):
         config = parse(["--preset", preset, "--ranks", "2", "--runs", str(tmp_path)])
-        plan = dict(lines(config, *build(model_config(config))))
+        plan = dict(lines(config, *build(model_config(config)), schedule(config)))
         assert plan["model"].startswith(model) and "a rank of 2" in plan["critic GiB"]
         assert "compared with what a rank has where that is given: --rank-gib" in plan["rank GiB"]
         assert plan["stages"] == "base, rsr1, rpr1, rsr2, rpr2" and not list(tmp_path.iterdir())
