@@ -30,7 +30,7 @@ GROUPS: dict[Literal["meeting", "saving"], dist.ProcessGroup] = {}
 the background, whose messages would in a common group meet those of training."""
 _limit = timedelta(minutes=Config.timeout)  # of one collective
 Value = TypeVar("Value")
-Network = TypeVar("Network", bound=Transformer | Critic)
+Network = TypeVar("Network", Transformer, Critic)
 
 
 class RankMissing(RuntimeError):

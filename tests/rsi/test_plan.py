@@ -56,7 +56,7 @@ def test_memory_follows_ranks_and_tokens() -> None:
     longer = memory(actor, replace(config, micro_batch_tokens=128))
     assert longer.head == 2 * one.head and one.activations < longer.activations < 2.2 * one.activations
     assert memory(actor, replace(config, recompute=True)).activations < one.activations
-    assert memory(actor, replace(config, precision="bfloat16")).activations < 0.8 * one.activations
+    assert memory(actor, replace(config, precision="bfloat16")).activations < 0.9 * one.activations
     assert memory(actor, replace(config, rollout=replace(config.rollout, max_length=128))) == longer
 
 

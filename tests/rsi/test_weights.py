@@ -304,6 +304,7 @@ def measured(make):
 
 folder, config = Path(sys.argv[1]), Config()
 distributed.start()
+load_actor(folder.with_name("small"), config)  # what is imported at the first call is not measured
 actor, loading = measured(lambda: load_actor(folder, config))
 critic, creating = measured(lambda: distributed.copy_of(actor, Critic, config))
 for name, network in (("again", actor), ("critic", critic)):
@@ -320,14 +321,15 @@ def test_ranks_read_their_part_alone(tmp_path: Path) -> None:
     """As the stages load an actor and make a critic of it: a rank needs its shard and the memory of one tensor."""
     config = replace(CONFIG, hidden_size=512, intermediate_size=2048, num_hidden_layers=6, head_dim=64)
     save_model(tmp_path / "actor", perturbed(config), TOKENIZER)
+    save_actor(tmp_path / "small")
     (tmp_path / "load.py").write_text(SHARDED_LOAD)
     done = torchrun(2, str(tmp_path / "load.py"), str(tmp_path / "actor"))
     assert done.returncode == 0, done.stderr
     measured = re.findall(r"rank (\d): (\d+) (\d+) (\d+)", done.stdout)
     assert sorted(rank for rank, *_ in measured) == ["0", "1"]
     for _, loading, creating, whole in measured:
-        assert 0.45 * int(whole) < int(loading) < 0.65 * int(whole)
-        assert 0.45 * int(whole) < int(creating) < 0.65 * int(whole)
+        for added in (loading, creating):
+            assert 0.45 * int(whole) < int(added) < 0.65 * int(whole)
     assert sha256(tmp_path / "again") == sha256(tmp_path / "actor")
     assert same_parameters(load_critic(tmp_path / "critic"), copy_of(load_actor(tmp_path / "actor"), Critic))
 
