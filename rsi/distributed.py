@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -73,8 +74,13 @@ def start(minutes: float = Config.timeout) -> None:
     global _limit
     _limit = timedelta(minutes=minutes)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=_limit, **alone)
+    store, number, ranks = (
+        next(rendezvous("env://", timeout=_limit)) if "RANK" in os.environ else (dist.HashStore(), 0, 1)
+    )
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's store outlives a restart, and with it the addresses of the processes that were killed.
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group(backend, store=store, rank=number, world_size=ranks, timeout=_limit)
     GROUPS.update({purpose: dist.new_group(backend="gloo", timeout=_limit) for purpose in ("meeting", "saving")})
 
 
@@ -114,12 +120,15 @@ def meet(what: str, minutes: float | None = None) -> None:
 
 
 def gather(what: str, value: Value, minutes: float | None = None) -> list[Value]:
-    """Every rank's `value` (anything that pickles), in the order of ranks, on every rank."""
+    """Every rank's `value` (anything that pickles), in the order of ranks, on every rank. Raises as `meet`."""
     if world() == 1:
         return [value]
     meet(what, minutes)
     found: list[Any] = [None] * world()
-    dist.all_gather_object(found, value, GROUPS["meeting"])
+    try:
+        dist.all_gather_object(found, value, GROUPS["meeting"])
+    except RuntimeError as problem:
+        raise RankMissing(f"{what}: {str(problem).splitlines()[0]}") from problem
     return found
 
 

@@ -92,7 +92,7 @@ def test_the_command_runs_on_two_ranks_with_more_attempts_than_slots(run: Path) 
 @contextmanager
 def interrupted(run: Path, runs: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """The same run started anew from its stage rpr1, when that stage's first step is done; what it prints after."""
-    shutil.copytree(run, runs / run.name, ignore=shutil.ignore_patterns("2-rpr1", "rpr1", "config.json"))
+    shutil.copytree(run, runs / run.name, ignore=shutil.ignore_patterns("2-rpr1", "rpr1"))
     metrics = runs / run.name / "metrics.jsonl"
     before = [line for line in metrics.read_text().splitlines(keepends=True) if json.loads(line)["stage"] != "rpr1"]
     metrics.write_text("".join(before))
