@@ -6,7 +6,7 @@
 Starts the same command until it finishes, each time killing (SIGKILL) one rank or all of them after a random
 while, and begins another run when one is done, until there were enough kills. Every finished run must equal an
 uninterrupted one in stage records, metrics, attempts and weights, the clock's values apart, and leave no process
-behind. The last line is one JSON object; the exit code is 1 where anything differs.
+behind. The last line is one JSON object; the exit code is 1 where anything differs or a run fails.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from typing import Any
 from rich.progress import track
 
 PR_SET_CHILD_SUBREAPER = 36
+DEATH = 120  # seconds that torchrun has to end after one of its ranks
 
 
 def command(arguments: argparse.Namespace, name: str) -> list[str]:
@@ -68,23 +70,22 @@ def trainers(root: int) -> list[int]:
     return found
 
 
-def kill_once(arguments: argparse.Namespace, name: str, rng: random.Random) -> bool:
-    """Start the run and kill it after a while; whether there was still something to kill."""
+def kill_once(arguments: argparse.Namespace, name: str, moment: float | None) -> bool:
+    """Start the run and kill it after `moment` seconds (None: never); whether there was still something to kill."""
     process = subprocess.Popen(
         command(arguments, name), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
-        process.wait(rng.uniform(*arguments.between))
+        if process.wait(moment):
+            raise RuntimeError(f"{name} failed with {process.returncode} without having been killed: see its log.txt")
+        return False
     except subprocess.TimeoutExpired:
-        ranks = trainers(process.pid)
-        for victim in [rng.choice(ranks)] if rng.random() < 0.5 and ranks else [process.pid, *ranks]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGKILL)
-        process.wait()
-        return True
-    if process.returncode:
-        raise SystemExit(f"{name} failed with {process.returncode} without having been killed: see its log.txt")
-    return False
+        ranks, rng = trainers(process.pid), random.Random(moment)
+    for victim in [rng.choice(ranks)] if rng.random() < 0.5 and ranks else [process.pid, *ranks]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+    process.wait(DEATH)
+    return True
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -120,30 +121,41 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--between", type=float, nargs=2, default=(6.0, 30.0), help="seconds before a kill")
+    parser.add_argument(
+        "--between", type=float, nargs=2, help="seconds before a kill; default: 6, and a third of a run, at least 30"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/kill"))
     parser.add_argument("--reference", type=Path, help="a finished run of the same command, never killed")
     arguments = parser.parse_args()
     reference = arguments.reference or arguments.runs / "reference"
-    if not (reference / "stages.svg").exists():
+    for old in arguments.runs.glob("killed-*"):
+        shutil.rmtree(old)
+    if not arguments.reference:
+        shutil.rmtree(reference, ignore_errors=True)
         subprocess.run(command(arguments, "reference"), check=True, stdout=subprocess.DEVNULL)
-    expected, rng, begun = outcome(reference), random.Random(arguments.seed), time.monotonic()
+    expected, begun = outcome(reference), time.monotonic()
+    seconds = sum(stage["seconds"] for stage in json.loads((reference / "stages.json").read_text(encoding="utf-8")))
+    between, rng = arguments.between or (6.0, max(30.0, seconds / 3)), random.Random(arguments.seed)
+    moments = [rng.uniform(*between) for _ in range(arguments.kills)]
     # What outlives its parent becomes this process's child, so that nothing left behind is overlooked.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     kills, finished, wrong = 0, 0, Counter[str]()
-    bar = track(range(arguments.kills), "kills", disable=not sys.stdout.isatty())
-    for _ in bar:
-        while not kill_once(arguments, f"killed-{finished}", rng):
-            wrong.update(differences(outcome(arguments.runs / f"killed-{finished}"), expected))
-            finished += 1
-        kills += 1
-    subprocess.run(command(arguments, f"killed-{finished}"), check=True, stdout=subprocess.DEVNULL)
-    wrong.update(differences(outcome(arguments.runs / f"killed-{finished}"), expected))
+    try:
+        for moment in track([*moments, None], "kills", disable=not sys.stdout.isatty()):
+            while not kill_once(arguments, name := f"killed-{finished}", moment):
+                wrong.update(differences(outcome(arguments.runs / name), expected))
+                finished += 1
+                if moment is None:
+                    break
+            else:
+                kills += 1
+    except (RuntimeError, subprocess.TimeoutExpired) as problem:
+        wrong[str(problem)] += 1
     deadline = time.monotonic() + 10
     while (left := descendants(os.getpid())) and time.monotonic() < deadline:
         time.sleep(0.1)
     result = {
-        "preset": arguments.preset, "ranks": arguments.ranks, "kills": kills, "runs": finished + 1,
+        "preset": arguments.preset, "ranks": arguments.ranks, "kills": kills, "runs": finished,
         "different": dict(wrong), "processes_left": len(left), "seconds": round(time.monotonic() - begun),
     }  # fmt: skip
     print(json.dumps(result))

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from rsi import __version__, distributed
 from rsi.config import Config, UserError, differences, from_record, to_record
-from rsi.stages import Stage, schedule
+from rsi.stages import Stage, missing_before, schedule
 
 PARTIAL = ".partial"
 KEEP = 2  # saved positions of a stage under way
@@ -42,7 +42,7 @@ class Run:
 
     folder: Path
     config: Config
-    lock: TextIO | None
+    lock: TextIO | None = None
 
     def path(self, stage: str) -> Path:
         """The finished folder of a stage."""
@@ -52,6 +52,10 @@ class Run:
     def done(self) -> set[str]:
         """Names of the finished stages."""
         return {stage.name for stage in schedule(self.config) if self.path(stage.name).is_dir()}
+
+    def missing(self) -> list[Stage]:
+        """The stages that have yet to run, in order, for the configured one to be done."""
+        return missing_before(self.config, self.done())
 
     def record(self, stage: str) -> dict[str, Any]:
         """A finished stage's `stage.json`."""
@@ -135,6 +139,7 @@ class Progress:
     run: Run
     stage: str
     folder: Path
+    position: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
     begun: float = field(default_factory=time.monotonic)
     writing: Future[Any] | None = None
@@ -143,8 +148,8 @@ class Progress:
     @classmethod
     def of(cls, run: Run, stage: str, folder: Path) -> "Progress":
         """The progress of the stage that is written into `folder` (from `Run.begin`)."""
-        saved = read_progress(folder)
-        return cls(run, stage, folder / "state", saved["notes"] if saved else {})
+        saved = read_progress(folder) or {"position": 0, "notes": {}}
+        return cls(run, stage, folder / "state", saved["position"], saved["notes"])
 
     def seconds(self) -> float:
         """How long the stage has taken, what was done before it was killed included."""
@@ -157,11 +162,9 @@ class Progress:
         Raises:
             OSError: what was saved cannot be read.
         """
-        saved = read_progress(self.folder.parent)
-        if saved is None or not saved["position"]:
+        if not self.position:
             return 0
-        position: int = saved["position"]
-        folder, state = self.folder / f"{position:06d}", state_of(parts)
+        folder, state = self.folder / f"{self.position:06d}", state_of(parts)
         try:
             dcp.load(state, checkpoint_id=folder)
         except CheckpointException as problem:
@@ -169,7 +172,7 @@ class Progress:
         for name, (model, optimizers) in parts.items():
             found = state[name]
             set_state_dict(model, optimizers, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-        return position
+        return self.position
 
     def save(self, position: int, parts: Parts | None = None) -> None:
         """Save this position. With `parts` they are written in the background: it counts from `flush` on."""
@@ -184,7 +187,7 @@ class Progress:
             shutil.rmtree(target, ignore_errors=True)
             self.folder.mkdir(parents=True, exist_ok=True)
         distributed.meet("save")
-        writing = dcp.async_save(state_of(parts), checkpoint_id=target, process_group=distributed.gloo_group("saving"))
+        writing = dcp.async_save(state_of(parts), checkpoint_id=target, process_group=distributed.GROUPS["saving"])
         assert isinstance(writing, Future)
         self.writing = writing
 
@@ -211,6 +214,7 @@ class Progress:
             write_atomically(self.folder / "progress.json", json.dumps(self.record) + "\n")
             for old in sorted(path for path in self.folder.iterdir() if path.is_dir())[:-KEEP]:
                 shutil.rmtree(old)
+        self.position = self.record["position"]
         self.writing = self.record = None
 
 

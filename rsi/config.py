@@ -76,6 +76,8 @@ class Rollout:
     """Of discovery, training and sampled evaluation alike."""
     command_timeout: float = 10.0
     """Seconds one command may take."""
+    timeout: float = 360.0
+    """Minutes that the first rank with its attempts made waits for the last one."""
     prompt_style: Literal["brief", "full"] = "brief"
     """Whether the system prompt names the harness's protocol or explains it."""
     thinking: bool = False
@@ -204,6 +206,10 @@ class Config:
     """Keep weights and moments in the CPU's memory between their uses."""
     save_every: int = 5
     """Training steps between two saved positions; a killed run goes on from the last one."""
+    timeout: float = 10.0
+    """Minutes that a rank waits for the others in one collective before it calls that an error."""
+    rank_gib: float | None = None
+    """GiB of memory that a rank may need; none: what its GPU has, or its share of this machine's."""
     dry_run: bool = False
     """Print the plan and stop."""
     ranks: int = 1
@@ -242,7 +248,7 @@ def smoke() -> Config:
 
 
 # What may differ between two invocations on one run folder: where to stop, not what is computed.
-FREE = ("stage", "dry_run", "ranks", "runs", "name", "save_every")
+FREE = ("stage", "dry_run", "ranks", "rank_gib", "runs", "name", "save_every", "timeout", "rollout.timeout")
 
 
 def parse(arguments: Sequence[str], program: str = "rsi.train") -> Config:
@@ -303,6 +309,8 @@ def validate(config: Config) -> None:
         f"--rpr.spr-failure {config.rpr.spr_failure}: must be in [0, 1)": not 0 <= config.rpr.spr_failure < 1,
         f"--rpr.spr-bonus {config.rpr.spr_bonus}: must not be negative": config.rpr.spr_bonus < 0,
         f"--rollout.temperature {config.rollout.temperature}: must be above 0": config.rollout.temperature <= 0,
+        f"--timeout {config.timeout}: must be above 0": config.timeout <= 0,
+        f"--rollout.timeout {config.rollout.timeout}: must be above 0": config.rollout.timeout <= 0,
         f"--rsr.harnesses {config.rsr.harnesses}: must name terminus, bash or rsrt": (
             not config.rsr.harnesses or not set(config.rsr.harnesses) <= {"terminus", "bash", "rsrt"}
         ),
@@ -362,7 +370,7 @@ def differences(old: dict[str, object], new: dict[str, object], prefix: str = ""
     """The keys (dotted, with both values) in which two records differ, `FREE` ones apart."""
     found: list[str] = []
     for key in sorted({*old, *new}):
-        if not prefix and key in FREE:
+        if f"{prefix}{key}" in FREE:
             continue
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):

@@ -5,27 +5,33 @@ of the micro-batches with networks that FSDP2 spreads over all ranks. What is pl
 ranks know, so that all take the same number of passes and none waits for another that never comes.
 """
 
-import functools
 import math
 import os
+import re
 import warnings
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, cast
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rsi.architecture import ModelConfig
+from rsi.config import Config
 from rsi.model import Critic, Transformer
 
-TIMEOUT = timedelta(minutes=10)  # of one collective: a rank that is missing for longer is an error, not a hang
-ROLLOUT_TIMEOUT = timedelta(hours=6)  # between the first and the last rank that has made its attempts
+GROUPS: dict[Literal["meeting", "saving"], dist.ProcessGroup] = {}
+"""All ranks, on the CPU whatever trains: for meetings, which gloo alone can name the missing of, and for what saves in
+the background, whose messages would in a common group meet those of training."""
+_limit = timedelta(minutes=Config.timeout)  # of one collective
 Value = TypeVar("Value")
-Network = TypeVar("Network", bound=Transformer | Critic)
-Precision = Literal["float32", "bfloat16"]
+Network = TypeVar("Network", Transformer, Critic)
 
 
 class RankMissing(RuntimeError):
@@ -41,28 +47,47 @@ def find_device() -> torch.device:
     return device
 
 
-def start() -> None:
-    """Join the process group that torchrun describes, or make one of this process alone."""
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+def rank_memory() -> int:
+    """Bytes that a rank may use: its GPU's, or its share of what this machine has free; the least that any has.
+
+    On a CPU a control group's limit counts where it is lower. All ranks call.
+    """
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(find_device()).total_memory
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        free = re.findall(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))
+        group = re.findall(r"^0::/(.*)$", Path("/proc/self/cgroup").read_text(encoding="utf-8"), re.MULTILINE)
+        folder = Path("/sys/fs/cgroup", *group)
+        places = [parent / "memory.max" for parent in (folder, *folder.parents)]
+        places.append(Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # version 1
+        limits = [place.read_text(encoding="utf-8").strip() for place in places if place.is_file()]
+        found = min([1024 * int(free[0]), *(int(text) for text in limits if text.isdigit())])
+        found //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(gather("memory", found))
+
+
+def start(minutes: float = Config.timeout) -> None:
+    """Join the process group that torchrun describes, or make one of this process alone.
+
+    A rank that is missing from one collective for longer than `minutes` is an error, not a hang.
+    """
+    global _limit
+    _limit = timedelta(minutes=minutes)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store, number, ranks = (
+        next(rendezvous("env://", timeout=_limit)) if "RANK" in os.environ else (dist.HashStore(), 0, 1)
+    )
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's store outlives a restart, and with it the addresses of the processes that were killed.
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group(backend, store=store, rank=number, world_size=ranks, timeout=_limit)
+    GROUPS.update({purpose: dist.new_group(backend="gloo", timeout=_limit) for purpose in ("meeting", "saving")})
 
 
 def stop() -> None:
     """Leave the process group."""
     dist.destroy_process_group()
-    gloo_group.cache_clear()
-
-
-@functools.cache
-def gloo_group(purpose: Literal["meeting", "saving"]) -> dist.ProcessGroup:
-    """All ranks, on the CPU whatever trains: for meetings, which gloo alone can name the missing of, and for what
-    saves in the background, whose messages would in a common group meet those of training."""
-    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    assert isinstance(group, dist.ProcessGroup), purpose
-    return group
+    GROUPS.clear()
 
 
 def rank() -> int:
@@ -80,8 +105,8 @@ def first() -> bool:
     return rank() == 0
 
 
-def meet(what: str, timeout: timedelta = TIMEOUT) -> None:
-    """Wait for every rank.
+def meet(what: str, minutes: float | None = None) -> None:
+    """Wait for every rank, for `minutes` or as long as one collective may take.
 
     Raises:
         RankMissing: naming `what` all were to meet for, and the rank that did not come.
@@ -89,46 +114,86 @@ def meet(what: str, timeout: timedelta = TIMEOUT) -> None:
     if world() == 1:
         return
     try:
-        dist.monitored_barrier(gloo_group("meeting"), timeout)
+        dist.monitored_barrier(GROUPS["meeting"], timedelta(minutes=minutes) if minutes else _limit)
     except RuntimeError as problem:
         raise RankMissing(f"{what}: {str(problem).splitlines()[0]}") from problem
 
 
-def gather(what: str, value: Value, timeout: timedelta = TIMEOUT) -> list[Value]:
-    """Every rank's `value` (anything that pickles), in the order of ranks, on every rank."""
+def gather(what: str, value: Value, minutes: float | None = None) -> list[Value]:
+    """Every rank's `value` (anything that pickles), in the order of ranks, on every rank. Raises as `meet`."""
     if world() == 1:
         return [value]
-    meet(what, timeout)
+    meet(what, minutes)
     found: list[Any] = [None] * world()
-    dist.all_gather_object(found, value, gloo_group("meeting"))
+    try:
+        dist.all_gather_object(found, value, GROUPS["meeting"])
+    except RuntimeError as problem:
+        raise RankMissing(f"{what}: {str(problem).splitlines()[0]}") from problem
     return found
 
 
-def spread(
-    model: Transformer | Critic, precision: Precision = "float32", recompute: bool = False, offload: bool = False
-) -> None:
+def is_spread(config: Config, ranks: int) -> bool:
+    """Whether networks are FSDP2's: one process that asks for nothing of it has them as they are."""
+    return ranks > 1 or config.precision != "float32" or config.offload
+
+
+def spread(model: Transformer | Critic, config: Config) -> None:
     """Spread the network's weights, gradients and, made after this, optimizer moments over all ranks.
 
     Gradients of the ranks are averaged: a loss is divided by the global normaliser over `world()`. Weights and
-    reductions stay in float32; `precision` is that of the passes. With `recompute` only the layers' inputs are
-    kept for the backward pass, with `offload` weights and moments lie in the CPU's memory. One process that asks
-    for none of this stays as it is.
+    reductions stay in float32; `config.precision` is that of the passes. With `recompute` only the layers' inputs
+    are kept for the backward pass, with `offload` weights and moments lie in the CPU's memory.
     """
-    if recompute:
+    if config.recompute:
         for number, layer in enumerate(model.model.layers):
             model.model.layers[number] = checkpoint_wrapper(layer)
-    if world() == 1 and precision == "float32" and not offload:
+    if not is_spread(config, world()):
         return
     # No operation here writes into a network's output, which is what this warning is about.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    offloading = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, precision), reduce_dtype=torch.float32)
+    offloading = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.offload else OffloadPolicy()
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, config.precision), reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy, offload_policy=offloading)
     if isinstance(model, Critic):  # its head works in float32 whatever the rest does
         head = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         fully_shard(model.value_head, mp_policy=head, offload_policy=offloading)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, offload_policy=offloading)
+
+
+def empty(kind: type[Network], shape: ModelConfig, device: torch.device, config: Config | None = None) -> Network:
+    """A network whose weights have yet to be written: whole, or spread over all ranks as `config` says."""
+    with torch.device("meta"):
+        network = kind(shape)
+    if config is not None:
+        spread(network, config)
+    return network.to_empty(device="cpu" if config is not None and config.offload else device)
+
+
+@torch.no_grad()
+def copy_of(source: Transformer | Critic, kind: type[Network], config: Config | None = None) -> Network:
+    """A network of `kind` with the weights of `source`, spread as `config` says or without one whole. All ranks call.
+
+    Both spread: each rank copies its own part. A critic made of an actor has the head that every new critic has, so
+    the same actor always gives the same critic.
+    """
+    network = empty(kind, source.config, find_device(), config)
+    found = Critic.first_head(source.config) | source.state_dict()
+    for name, target in network.state_dict().items():
+        tensor = found[name]
+        copy_part(target, tensor.full_tensor() if config is None and isinstance(tensor, DTensor) else tensor)
+    return network
+
+
+def copy_part(target: Tensor, source: Any) -> None:
+    """Copy into `target`, of a DTensor into this rank's part, what belongs there of a tensor or a file's slice."""
+    if not isinstance(target, DTensor) or isinstance(source, DTensor):
+        target.copy_(source if isinstance(source, Tensor) else source[:])
+        return
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    local = target.to_local()
+    if local.numel():
+        local.copy_(source[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -140,19 +205,10 @@ def sum_gradients(model: nn.Module) -> None:
             dist.all_reduce(parameter.grad)
 
 
-def whole(model: Network) -> Network:
-    """The network with all its weights on this rank: itself where it is not spread, else a copy. All ranks call."""
-    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return model
-    plain = Critic if isinstance(model, Critic) else Transformer  # fully_shard made a class of its own of it
-    with torch.device("meta"):
-        copy = cast(Network, plain(model.config))
-    copy.to_empty(device=next(model.parameters()).device)
-    with torch.no_grad():
-        wanted = copy.state_dict()
-        for name, tensor in model.state_dict().items():
-            wanted[name].copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
-    return copy
+def whole(model: Transformer) -> Transformer:
+    """The actor with all its weights on this rank: itself where it is not spread, else a copy. All ranks call."""
+    spread_out = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return copy_of(model, Transformer) if spread_out else model
 
 
 def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> float:

@@ -378,18 +378,16 @@ class Critic(nn.Module):
         self.config = config
         self.model = Trunk(config)
         self.value_head = nn.Linear(config.hidden_size, 1)
-        generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            start = torch.randn(1, config.hidden_size, generator=generator, device="cpu")
-            self.value_head.weight.copy_(1e-3 * start)
-            self.value_head.bias.zero_()
+            for name, start in self.first_head(config).items():
+                self.get_parameter(name).copy_(start)
 
-    @classmethod
-    def from_actor(cls, actor: Transformer) -> "Critic":
-        """A critic whose trunk is a copy of the actor's; the same actor always gives the same critic."""
-        critic = cls(actor.config).to(actor.head_weight.device)
-        critic.model.load_state_dict(actor.model.state_dict())
-        return critic
+    @staticmethod
+    def first_head(config: ModelConfig) -> dict[str, Tensor]:
+        """The value head of every new critic, by the parameters' names."""
+        generator = torch.Generator().manual_seed(0)
+        weight = 1e-3 * torch.randn(1, config.hidden_size, generator=generator, device="cpu")
+        return {"value_head.weight": weight, "value_head.bias": torch.zeros(1, device="cpu")}
 
     def forward(self, ids_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """float32 values [B, T]: at t the value of the state after token t, before token t + 1 is sampled."""

@@ -1,66 +1,64 @@
-"""`--dry-run`: what would run, and what it would need, without a GPU, a download or a byte written.
+"""What a run needs: `--dry-run` prints it, without a GPU, a download or a byte written, and a run that needs more than
+a rank has is refused.
 
 Parameters are counted on a model built on the meta device; activations are what one layer of each kind keeps for its
 backward pass, caught while it runs on tensors without storage.
 """
 
+import dataclasses
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from rsi_kernels.linear_logprob import GPU_TILE_BYTES
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
-from rsi.architecture import LINEAR, PUBLISHED, ModelConfig
+from rsi.architecture import PUBLISHED, ModelConfig
+from rsi.checkpoint import Run
 from rsi.config import Config, UserError, to_record
+from rsi.distributed import is_spread, rank_memory, world
 from rsi.model import Critic, Layer, Mixing, Transformer, rotary
-from rsi.stages import missing_before
-from rsi.weights import WeightsError, read_config
+from rsi.sampler import Sampler
+from rsi.stages import Stage
+from rsi.weights import WeightsError, find_folder, read_config
 
 GIB = 2**30
-FLOAT32, ADAM = 4, 8  # bytes a parameter: master weights and gradients each; two moments
-
+FLOAT32, STATE = 4, 16  # bytes a parameter: its weight; weight, gradient and two moments
 SAMPLE_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one network on one rank, its parameters sharded over all of them along their first dimension.
-
-    `recomputed` replaces `activations` where every layer keeps its input alone and is run again for its gradients.
+    """Bytes of one network on one rank. What is `resident` is there all the time, sharded over all ranks along the
+    parameters' first dimension; the rest comes and goes with a micro-batch.
     """
 
-    weights: int
-    gradients: int
-    optimizer: int
+    resident: int
     gathered: int
     activations: int
-    logits: int
-    recomputed: int
+    head: int
 
     @property
-    def parts(self) -> dict[str, int]:
-        return {name: count for name, count in vars(self).items() if name != "recomputed"}
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
+    def passing(self) -> int:
+        return self.gathered + self.activations + self.head
 
 
 def model_config(config: Config) -> ModelConfig:
     """The model that a run would train: the embedded one, a folder's, or a published one by its name on the hub."""
     name = config.init.removeprefix("hub:")
-    if config.init and not config.init.startswith("hub:"):
+    if name in PUBLISHED:
+        return PUBLISHED[name]
+    if config.dry_run and config.init.startswith("hub:"):
+        raise UserError(f"--init {config.init}: its sizes are not known here; download it and give the folder")
+    if config.init:
         try:
-            return read_config(Path(config.init))
+            return read_config(find_folder(config.init))
         except WeightsError as problem:
             raise UserError(f"--init {config.init}: {problem}") from problem
-    if name and name not in PUBLISHED:
-        raise UserError(f"--init {config.init}: its sizes are not known here; download it and give the folder")
-    if name:
-        return PUBLISHED[name]
     shape = config.model
     return ModelConfig(
         shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.layers, shape.heads, shape.kv_heads,
@@ -91,26 +89,33 @@ def parameters_by_part(network: nn.Module) -> dict[str, int]:
     return counts
 
 
-def memory(network: Transformer | Critic, ranks: int, tokens: int) -> Memory:
-    """What one rank needs in a training step with micro-batches of `tokens` tokens, float32 master weights, AdamW."""
-    config = network.config
-    sharded = sum(-(-p.shape[0] // ranks) * (p.numel() // p.shape[0]) for p in network.parameters())
+def memory(network: Transformer | Critic, config: Config) -> Memory:
+    """What one rank of `config.ranks` needs for a training step of the network with AdamW.
+
+    Its micro-batches have `micro_batch_tokens` tokens, or those of an attempt of full length where that is longer.
+    """
+    shape, dtype = network.config, getattr(torch, config.precision)
+    tokens = max(config.micro_batch_tokens, config.rollout.max_length)
+    sharded = sum(-(-p.shape[0] // config.ranks) * (p.numel() // p.shape[0]) for p in network.parameters())
     layers = [layer for layer in network.model.layers if isinstance(layer, Layer)]
     largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
     root = sum(p.numel() for p in network.parameters()) - sum(p.numel() for layer in layers for p in layer.parameters())
-    # A rank holds the root's parameters whole during the step, and two layers: one at work, one on its way.
-    gathered = FLOAT32 * (root + 2 * largest) if ranks > 1 else 0
+    # A rank holds the root whole during the step, its gradient too, and of two layers, one at work, one on its way.
+    gathered = 2 * dtype.itemsize * (root + 2 * largest) if is_spread(config, config.ranks) else 0
     # Everything that a layer keeps grows with the tokens (attention scores are not kept): a sample will do.
     sample = min(tokens, SAMPLE_TOKENS)
-    kept = {kind: saved_bytes(config, kind, sample) * tokens // sample for kind in set(config.kinds)}
-    logits = FLOAT32 * tokens * config.vocab_size if isinstance(network, Transformer) else 0
-    activations = sum(kept[kind] for kind in config.kinds)
-    recomputed = FLOAT32 * tokens * config.hidden_size * config.num_hidden_layers + max(kept.values())
-    return Memory(FLOAT32 * sharded, FLOAT32 * sharded, ADAM * sharded, gathered, activations, logits, recomputed)
+    kept = {kind: saved_bytes(shape, kind, sample, dtype) * tokens // sample for kind in set(shape.kinds)}
+    activations = sum(kept[kind] for kind in shape.kinds)
+    if config.recompute:
+        activations = dtype.itemsize * tokens * shape.hidden_size * shape.num_hidden_layers + max(kept.values())
+    # Logits exist a tile at a time, beside the hidden states' gradient (`rsi_kernels.linear_logprob`).
+    tile = min(GPU_TILE_BYTES, FLOAT32 * tokens * shape.vocab_size)
+    head = FLOAT32 * tokens * shape.hidden_size + 2 * tile if isinstance(network, Transformer) else 0
+    return Memory(STATE * sharded, gathered, activations, head)
 
 
-def saved_bytes(config: ModelConfig, kind: str, tokens: int) -> int:
-    """Bytes that one layer keeps for its backward pass over one sequence of `tokens` tokens, in float32."""
+def saved_bytes(config: ModelConfig, kind: str, tokens: int, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes that one layer keeps for its backward pass over one sequence of `tokens` tokens."""
     storages: dict[object, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -120,56 +125,115 @@ def saved_bytes(config: ModelConfig, kind: str, tokens: int) -> int:
         return tensor
 
     held: list[Tensor] = []
-    with FakeTensorMode():
-        layer = Layer(config, kind)
+    with torch.device("meta"):
+        layer = Layer(config, kind).to(dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer.to_empty(device="cpu")
         weights = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
-        hidden = torch.empty(1, tokens, config.hidden_size, requires_grad=True)
+        hidden = torch.empty(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             layer(hidden, rotary(torch.arange(tokens), config), Mixing())
         return sum(count for storage, count in storages.items() if storage not in weights)
 
 
-def sampler_bytes(model: ModelConfig, slots: int, max_length: int) -> int:
-    """Caches of the embedded sampler: keys and values of every token, or one state a sequence."""
-    cached = 2 * model.num_key_value_heads * model.head_dim * max_length
-    state = model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
-    return FLOAT32 * slots * sum(state if kind == LINEAR else cached for kind in model.kinds)
+def sampler_memory(actor: Transformer, config: Config) -> dict[str, int]:
+    """Bytes of what one rank samples with: the actor whole where it is spread, its weights joined, caches."""
+    slots = -(-config.rollout.slots // config.ranks)
+    sampler = Sampler(actor, slots, config.rollout.max_length)
+    copied = FLOAT32 * sum(p.numel() for p in actor.parameters()) if is_spread(config, config.ranks) else 0
+    weights = [tensor for tensor in tree_leaves(actor.model.layer_weights()) if tensor is not None]
+    joined = sum(tensor.nbytes for tensor in weights if not tensor.is_leaf)
+    caches = sum(tensor.nbytes for tensor in tree_leaves(sampler.caches))
+    return {"whole actor": copied, "joined weights": joined, f"caches of {slots} slots": caches}
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one rank. Training the `networks` and sampling take turns, each beside all shards."""
+
+    networks: dict[str, Memory]
+    sampler: dict[str, int]
+    resident: int
+
+    @property
+    def training(self) -> int:
+        return self.resident + max((network.passing for network in self.networks.values()), default=0)
+
+    @property
+    def sampling(self) -> int:
+        return self.resident + sum(self.sampler.values())
+
+
+def need(actor: Transformer, critic: Critic, config: Config, stages: Sequence[Stage]) -> Need:
+    """What `stages` need on each of `config.ranks` ranks; of a device whose networks are offloaded no shards."""
+    networks, kinds = {"actor": memory(actor, config)}, {stage.kind for stage in stages}
+    weights = networks["actor"].resident * FLOAT32 // STATE
+    if "rpr" in kinds:
+        networks["critic"] = memory(critic, config)
+    elif "rsr" not in kinds:
+        networks = {}
+    resident = sum(network.resident for network in networks.values()) or weights
+    if "rpr" in kinds and config.rpr.kl_coefficient:
+        resident += weights  # the reference's
+    return Need(networks, sampler_memory(actor, config), 0 if config.offload else resident)
+
+
+def limit(config: Config) -> float | None:
+    """GiB that a rank has: as the user says, or as found where the ranks are those that run here."""
+    if config.rank_gib is not None:
+        return config.rank_gib
+    return rank_memory() / GIB if config.ranks == int(os.environ.get("WORLD_SIZE", "1")) else None
+
+
+def check(wanted: Need, gib: float | None) -> None:
+    """Raises UserError where a rank needs more than the `gib` that it has (None: not known)."""
+    most = max(wanted.training, wanted.sampling) / GIB
+    if gib is not None and most > gib:
+        raise UserError(
+            f"a rank needs {most:.2f} GiB ({wanted.training / GIB:.2f} to train, {wanted.sampling / GIB:.2f} to sample"
+            f" from a whole actor beside its shards) and has {gib:.2f}: take more ranks, --recompute,"
+            " --precision bfloat16, --offload, fewer --micro-batch-tokens or --rollout.slots"
+        )
+
+
+def check_here(config: Config, stages: Sequence[Stage]) -> None:
+    """`check` of stages that are about to run on the ranks that there are. All ranks call."""
+    config = dataclasses.replace(config, ranks=world())
+    check(need(*build(model_config(config)), config, stages), limit(config))
 
 
 def print_plan(config: Config) -> None:
-    """The resolved configuration and what would run; nothing is written."""
+    """The resolved configuration and what would run; nothing is written. Raises UserError where it does not fit."""
     print(json.dumps(to_record(config), indent=1))
-    for label, line in lines(config):
+    actor, critic = build(model_config(config))
+    stages = Run(config.folder, config).missing()
+    for label, line in lines(config, actor, critic, stages):
         print(f"{label:<13}{line}")
+    check(need(actor, critic, config, stages), limit(config))
 
 
-def lines(config: Config) -> Iterator[tuple[str, str]]:
+def lines(config: Config, actor: Transformer, critic: Critic, stages: Sequence[Stage]) -> Iterator[tuple[str, str]]:
     """The plan, a label and its text a line."""
-    done: set[str] = set()
-    stages = config.folder / "stages"
-    if stages.is_dir():
-        done = {path.name.partition("-")[2] for path in stages.iterdir() if not path.name.endswith(".partial")}
     yield "run folder", str(config.folder)
-    yield "stages", ", ".join(stage.name for stage in missing_before(config, done)) or "all done"
-    model = model_config(config)
+    yield "stages", ", ".join(stage.name for stage in stages) or "all done"
+    model = actor.config
     source = config.init or "embedded, pretrained here"
     yield "model", f"{source} ({model.model_type}, {model.num_hidden_layers} layers)"
-    actor, critic = build(model)
-    networks: dict[str, Transformer | Critic] = {"actor": actor, "critic": critic}
-    for name, network in networks.items():
+    for name, network in (("actor", actor), ("critic", critic)):
         counts = parameters_by_part(network)
         parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
         yield name, f"{sum(counts.values()):,} parameters: {parts}"
-    slots = -(-config.rollout.slots // config.ranks)
-    cache = sampler_bytes(model, slots, config.rollout.max_length)
-    both = recomputed = cache
-    for name, network in networks.items():
-        need = memory(network, config.ranks, config.micro_batch_tokens)
-        both, recomputed = both + need.total, recomputed + need.total - need.activations + need.recomputed
-        parts = ", ".join(f"{part} {count / GIB:.2f}" for part, count in need.parts.items())
-        yield f"{name} GiB", f"{need.total / GIB:.2f} a rank of {config.ranks}: {parts}"
-    yield "sampler GiB", f"{cache / GIB:.2f} a rank: caches of {slots} slots"
-    yield "both GiB", f"{both / GIB:.2f} a rank; {recomputed / GIB:.2f} if each layer's activations are recomputed"
+    wanted = need(actor, critic, config, stages)
+    for name, of in wanted.networks.items():
+        parts = ", ".join(f"{part} {count / GIB:.2f}" for part, count in vars(of).items())
+        yield f"{name} GiB", f"{(of.resident + of.passing) / GIB:.2f} a rank of {config.ranks}: {parts}"
+    parts = ", ".join(f"{part} {count / GIB:.2f}" for part, count in wanted.sampler.items())
+    yield "sampler GiB", f"{sum(wanted.sampler.values()) / GIB:.2f} a rank: {parts}"
+    found = limit(config)
+    has = f"it has {found:.2f}" if found else "compared with what a rank has where that is given: --rank-gib"
+    recomputed = need(actor, critic, dataclasses.replace(config, recompute=True), stages).training
+    hint = "" if config.recompute else f" ({recomputed / GIB:.2f} with --recompute)"
+    yield "rank GiB", f"{wanted.training / GIB:.2f} to train{hint}, {wanted.sampling / GIB:.2f} to sample; {has}"
     yield "tasks", f"{config.tasks or f'built-in, {config.train_tasks} to train on a suite'}; "\
         f"{config.evaluate.tasks} a suite to evaluate on"  # fmt: skip
     yield "sandbox", config.sandbox

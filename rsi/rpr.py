@@ -5,7 +5,6 @@ for a few steps with the actor frozen, then train both. Each step collects attem
 updates the critic before the actor.
 """
 
-import copy
 import itertools
 import math
 import random
@@ -74,8 +73,8 @@ def refine(session: Session, stage: Stage, actor: Transformer, critic: Critic | 
     """Run the stage: changes `actor` in place and returns the trained critic (a new one if none came in)."""
     settings = session.config.rpr
     # A critic that starts anew, for comparison on the first batch that the inherited one sees.
-    rival = Critic.from_actor(actor) if critic else None
-    critic = critic or Critic.from_actor(actor)
+    rival = distributed.copy_of(actor, Critic, session.config) if critic else None
+    critic = critic or distributed.copy_of(actor, Critic, session.config)
     loop = Loop(session, stage, make_learner(session.config, stage, actor, critic), chat)
     steps = plan_stage(settings, stage, len(session.train["swr"]))
     parts = loop.learner.parts()
@@ -88,12 +87,9 @@ def refine(session: Session, stage: Stage, actor: Transformer, critic: Critic | 
 
 
 def make_learner(config: Config, stage: Stage, actor: Transformer, critic: Critic) -> Learner:
-    """Spread both networks over the ranks and give them optimizers."""
+    """Give both networks optimizers, and the actor a copy where a KL asks for it."""
     settings = config.rpr
-    reference = copy.deepcopy(actor).requires_grad_(False) if settings.kl_coefficient else None
-    for network in (actor, critic, reference):
-        if network is not None:
-            distributed.spread(network, config.precision, config.recompute, config.offload)
+    reference = distributed.copy_of(actor, Transformer, config) if settings.kl_coefficient else None
     actor_lr = settings.actor_lr if stage.round == 1 else settings.actor_lr_later
     return Learner(
         actor,

@@ -255,7 +255,6 @@ def train(session: Session, stage: Stage, actor: Transformer, chat: Chat, exampl
     if not examples:
         session.log.say(f"warning: {stage.name} kept no attempt, so the actor stays as it was")
         return
-    distributed.spread(actor, session.config.precision, session.config.recompute, session.config.offload)
     optimizer = torch.optim.AdamW(actor.parameters(), settings.lr, weight_decay=0.0)
     ranks = distributed.world()
     batches = batch_order(len(examples), settings.batch, settings.epochs, session.seed(stage.name, "train"))

@@ -110,7 +110,7 @@ class Session:
         """Attempt every job, each rank its share, into the stage's file `name`; all records, in the order of `jobs`."""
         rank, ranks = distributed.rank(), distributed.world()
         mine = collect(jobs[rank::ranks], harness, engine, self.attempts(stage, name), temperature)
-        shares = distributed.gather(f"{stage} {name}", mine, distributed.ROLLOUT_TIMEOUT)
+        shares = distributed.gather(f"{stage} {name}", mine, self.config.rollout.timeout)
         return [shares[position % ranks][position // ranks] for position in range(len(jobs))]
 
     def collect_once(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rsi.config import Config, UserError, fail, parse
-from rsi.stages import Stage, missing_before, schedule
+from rsi.stages import Stage, schedule
 
 if TYPE_CHECKING:  # torch takes seconds to import; a wrong option is answered before that
     from tokenizers import Tokenizer
@@ -48,19 +48,21 @@ def run(config: Config) -> None:
     """All missing stages, then the table and the plot."""
     from rsi_sandbox import SandboxError, TaskError
 
-    from rsi import distributed
-    from rsi.checkpoint import open_run
+    from rsi import distributed, plan
+    from rsi.checkpoint import Run, open_run
     from rsi.guards import Diverged
     from rsi.metrics import Log
     from rsi.report import stage_table, table_text, write_plot
     from rsi.session import Interrupted, open_session, prepare_tasks
     from rsi.weights import WeightsError
 
-    distributed.start()
+    distributed.start(config.timeout)
+    stages = Run(config.folder, config).missing()
+    if stages:
+        plan.check_here(config, stages)
     run_folder = open_run(config)
     log = Log(run_folder.folder, distributed.rank())
     try:
-        stages = missing_before(config, run_folder.done())
         if stages:
             device, ranks = distributed.find_device(), distributed.world()
             log.say(f"{run_folder.folder}: stages {', '.join(stage.name for stage in stages)}; {ranks} × {device.type}")
@@ -109,27 +111,27 @@ def run_stage(session: "Session", stage: Stage) -> None:
     from rsi.rsr import rewrite
     from rsi.weights import find_folder, load_actor, load_critic, load_tokenizer, save_model, sha256
 
-    run, source = session.run, stage.source
+    run, source, config = session.run, stage.source, session.config
     folder = run.begin(stage)
     session.progress = Progress.of(run, stage.name, folder)
     session.stop_if_asked()
     funnel = critic = None
     tokenizer: Tokenizer | Path
-    if stage.kind == "base" and not session.config.init:
+    if stage.kind == "base" and not config.init:
         actor, tokenizer = build_base(session)
     else:
-        tokenizer = find_folder(session.config.init) if stage.kind == "base" else run.path(source) / "actor"
-        actor = load_actor(tokenizer).to(session.device)
+        tokenizer = find_folder(config.init) if stage.kind == "base" else run.path(source) / "actor"
+        actor = load_actor(tokenizer, config)
     words = load_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer
-    chat = Chat(words, actor.config, session.config.rollout.thinking)
+    chat = Chat(words, actor.config, config.rollout.thinking)
     if stage.kind == "rsr":
-        earlier = [run.path(entry.name) / "kept.jsonl" for entry in schedule(session.config)
+        earlier = [run.path(entry.name) / "kept.jsonl" for entry in schedule(config)
                    if entry.kind == "rsr" and entry.round < stage.round]  # fmt: skip
         funnel = rewrite(session, stage, actor, chat, folder, earlier)
         if stage.critic == "pass" and distributed.first():
             shutil.copytree(run.path(source) / "critic", folder / "critic", dirs_exist_ok=True)
     if stage.kind == "rpr":
-        inherited = load_critic(run.path(source) / "critic").to(session.device) if stage.critic == "inherit" else None
+        inherited = load_critic(run.path(source) / "critic", config) if stage.critic == "inherit" else None
         critic = refine(session, stage, actor, inherited, chat)
     session.progress.flush()
     if critic is not None:

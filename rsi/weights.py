@@ -14,21 +14,22 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rsi import distributed
 from rsi.architecture import ModelConfig
 from rsi.chat import END, PAD, SPECIAL_TOKENS
+from rsi.config import Config
 from rsi.model import Critic, Transformer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -82,7 +83,7 @@ def write_folder(
 ) -> None:
     """`save_model` of tensors by name; `template` is the chat template, the plain ChatML one by default."""
     folder = Path(folder)
-    writes = not dist.is_initialized() or dist.get_rank() == 0
+    writes = distributed.first()
     partial = folder.with_name(f".{folder.name}.partial")
     replaced = folder.with_name(f".{folder.name}.replaced")
     if writes:
@@ -139,23 +140,23 @@ def _gather(tensor: Tensor, keep: bool) -> Tensor:
     return whole.contiguous().cpu() if keep else whole.new_empty(0)
 
 
-def load_actor(folder: Path) -> Transformer:
+def load_actor(folder: Path, config: Config | None = None) -> Transformer:
     """The actor of a folder, in float32 whatever the file's type (master weights).
 
+    Whole on the CPU, or spread over all ranks as `config` says: then each reads its part alone, and all must call.
     Raises WeightsError, naming the folder and what is wrong, for another architecture or other tensors.
     """
-    return _load(Transformer, Path(folder))
+    return _load(Transformer, Path(folder), config)
 
 
-def load_critic(folder: Path) -> Critic:
-    """The critic of a folder, in float32. Raises WeightsError when the folder has no value head."""
-    return _load(Critic, Path(folder))
+def load_critic(folder: Path, config: Config | None = None) -> Critic:
+    """The critic of a folder, as `load_actor`. Raises WeightsError when the folder has no value head."""
+    return _load(Critic, Path(folder), config)
 
 
-def _load(kind: Callable[[ModelConfig], Model], folder: Path) -> Model:
-    with torch.device("meta"):
-        model = kind(read_config(folder))
-    model.to_empty(device="cpu")
+def _load(kind: type[Model], folder: Path, config: Config | None) -> Model:
+    device = distributed.find_device() if config is not None else torch.device("cpu")
+    model = distributed.empty(kind, read_config(folder), device, config)
     fill(model, folder)
     return model
 
@@ -211,6 +212,7 @@ def sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
+@torch.no_grad()
 def fill(model: Transformer | Critic, folder: Path) -> None:
     """Copy the folder's tensors into the model's parameters, converting their type.
 
@@ -224,7 +226,7 @@ def fill(model: Transformer | Critic, folder: Path) -> None:
     if isinstance(model, Transformer) and "value_head.weight" in places:
         raise WeightsError(f"{folder}: has a value_head: this is a critic, an actor's folder is needed")
     names = _names(places)
-    wanted = dict(model.named_parameters())
+    wanted = model.state_dict()
     if model.config.tie_word_embeddings:
         head = names.pop(HEAD, None)
         if head is not None and EMBEDDING in names and not _equal(folder, places, head, names[EMBEDDING]):
@@ -239,7 +241,7 @@ def fill(model: Transformer | Critic, folder: Path) -> None:
             if shape != expected:
                 problems.append(f"{names[name]} has shape {shape}, the config says {expected}")
             elif not problems:
-                _copy_slice(parameter, stored)
+                distributed.copy_part(parameter, stored)
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise WeightsError(f"{folder}: {'; '.join(problems[:5])}{more}")
@@ -309,19 +311,6 @@ def _open(path: Path) -> Any:
 def _equal(folder: Path, places: Mapping[str, Path], one: str, other: str) -> bool:
     with _open(places[one]) as first, _open(places[other]) as second:
         return torch.equal(first.get_tensor(one), second.get_tensor(other))
-
-
-@torch.no_grad()
-def _copy_slice(parameter: Tensor, stored: Any) -> None:
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(stored[:])
-        return
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    local = parameter.to_local()
-    if local.numel():
-        local.copy_(stored[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))])
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig, template: str) -> None:

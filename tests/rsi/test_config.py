@@ -30,6 +30,7 @@ def test_defaults_presets_and_nested_options() -> None:
         (["--rpr.spr-failure", "1"], ["--rpr.spr-failure 1.0", "[0, 1)"]),
         (["--rpr.attempts", "-3"], ["--rpr.attempts -3"]),
         (["--rollout.temperature", "0"], ["--rollout.temperature 0.0"]),
+        (["--rollout.timeout", "0"], ["--rollout.timeout 0.0", "above 0"]),
         (["--rsr.harnesses", "tmux"], ["--rsr.harnesses", "terminus, bash or rsrt"]),
         (["--sandbox", "chroot"], ["--sandbox", "chroot"]),
         (["--tasks", "nowhere"], ["--tasks nowhere", "no such folder"]),
@@ -60,5 +61,6 @@ def test_only_the_first_rank_speaks() -> None:
 
 def test_differences_name_the_keys_and_ignore_where_to_stop() -> None:
     old = to_record(parse([]))
-    new = to_record(parse(["--stage", "rpr1", "--rpr.gamma", "0.9", "--seed", "4"]))
+    free = ["--stage", "rpr1", "--timeout", "3", "--rollout.timeout", "9", "--rank-gib", "1"]
+    new = to_record(parse([*free, "--rpr.gamma", "0.9", "--seed", "4"]))
     assert differences(old, new) == ["rpr.gamma (0.99 → 0.9)", "seed (0 → 4)"]

@@ -2,8 +2,14 @@
 
 import json
 import os
+import re
+import runpy
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +63,99 @@ def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, tied: str, layou
                 assert after[key] == pytest.approx(before[key], rel=1e-4, abs=1e-6), (number, key)
 
 
-def test_the_command_runs_on_two_ranks_with_more_attempts_than_slots(tmp_path: Path) -> None:
-    options = ["--preset", "smoke", "--runs", str(tmp_path), "--pretrain.steps", "20", "--rollout.slots", "4"]
-    options += ["--rpr.steps", "1", "--rpr.attempts", "6", "--train-tasks", "8", "--rsr.tasks", "4"]
-    done = torchrun(2, "-m", "rsi.train", *options, "--stage", "rpr1", "--evaluate.tasks", "3")
+def command(runs: Path, *options: str) -> list[str]:
+    """A short run with more attempts than slots."""
+    short = "--preset smoke --pretrain.steps 20 --train-tasks 8 --rsr.tasks 4 --rpr.steps 2 --rpr.attempts 6"
+    short += " --rollout.slots 4 --evaluate.tasks 3 --save-every 1 --stage rpr1"
+    return ["-m", "rsi.train", *short.split(), "--runs", str(runs), *options]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two ranks, never interrupted."""
+    runs = tmp_path_factory.mktemp("runs")
+    done = torchrun(2, *command(runs))
     assert done.returncode == 0, done.stderr
-    records = json.loads((tmp_path / "smoke-0" / "stages.json").read_text())
+    return runs / "smoke-0"
+
+
+def test_the_command_runs_on_two_ranks_with_more_attempts_than_slots(run: Path) -> None:
+    records = json.loads((run / "stages.json").read_text())
     assert [record["stage"] for record in records] == ["base", "rsr1", "rpr1"]
-    attempts = sorted((tmp_path / "smoke-0" / "trajectories" / "base").glob("evaluation.*.jsonl"))
+    attempts = sorted((run / "trajectories" / "base").glob("evaluation.*.jsonl"))
     assert [path.name for path in attempts] == ["evaluation.0.jsonl", "evaluation.1.jsonl"]
     assert sum(len(path.read_text().splitlines()) for path in attempts) == 12
-    again = torchrun(2, "-m", "rsi.train", *options, "--rpr.gamma", "0.5")
+    again = torchrun(2, *command(run.parent, "--rpr.gamma", "0.5"))
     assert again.returncode == 1 and again.stderr.count("holds a run with another configuration") == 1
+
+
+@contextmanager
+def interrupted(run: Path, runs: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """The same run started anew from its stage rpr1, when that stage's first step is done; what it prints after."""
+    shutil.copytree(run, runs / run.name, ignore=shutil.ignore_patterns("2-rpr1", "rpr1"))
+    metrics = runs / run.name / "metrics.jsonl"
+    before = [line for line in metrics.read_text().splitlines(keepends=True) if json.loads(line)["stage"] != "rpr1"]
+    metrics.write_text("".join(before))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    rest: list[str] = []
+    with subprocess.Popen([*launch, *command(runs)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("rpr1 warmup 1"):
+                break
+        yield process, rest
+        rest += process.stdout
+
+
+def same(run: Path, other: Path) -> bool:
+    """Whether stage records, metrics, attempts and weights are the same, the clock apart."""
+    kill = runpy.run_path(str(Path(__file__).parents[2] / "bench" / "kill.py"))
+    differences: list[str] = kill["differences"](kill["outcome"](run), kill["outcome"](other))
+    return not differences
+
+
+def test_torchrun_passes_a_stop_on_and_the_same_command_goes_on(run: Path, tmp_path: Path) -> None:
+    with interrupted(run, tmp_path) as (process, rest):
+        process.send_signal(signal.SIGINT)
+    assert "stopped as asked" in "".join(rest) and not any(line.startswith("rpr1 joint") for line in rest)
+    saved = json.loads((tmp_path / run.name / "stages" / "2-rpr1.partial" / "state" / "progress.json").read_text())
+    assert saved["position"] >= 1
+    assert torchrun(2, *command(tmp_path)).returncode == 0
+    assert same(run, tmp_path / run.name)
+
+
+def test_torchrun_restarts_what_was_killed(run: Path, tmp_path: Path) -> None:
+    with interrupted(run, tmp_path, "--max-restarts", "1") as (process, rest):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (second,) = [child for child in children if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()]
+        os.kill(int(second), signal.SIGKILL)
+    assert process.returncode == 0 and sum("2 × cpu" in line for line in rest) == 1
+    assert same(run, tmp_path / run.name)
+
+
+MISSING = """
+import os, sys, time
+from pathlib import Path
+from rsi import distributed
+
+fifo, limit, *longer = sys.argv[1:]
+distributed.start(float(limit))
+if distributed.rank() == 1:
+    Path(fifo).read_text()  # returns when the other rank has given up
+else:
+    begun = time.monotonic()
+    try:
+        distributed.meet("lunch", *map(float, longer))
+    except distributed.RankMissing as problem:
+        print(f"{time.monotonic() - begun:.0f} s {problem}", flush=True)
+    Path(fifo).write_text("")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("minutes", [["0.1"], ["1", "0.1"]])
+def test_a_missing_rank_is_named_in_time(tmp_path: Path, minutes: list[str]) -> None:
+    (tmp_path / "missing.py").write_text(MISSING)
+    os.mkfifo(tmp_path / "fifo")
+    done = torchrun(2, str(tmp_path / "missing.py"), str(tmp_path / "fifo"), *minutes)
+    assert re.match(r"([6-9]|1\d) s lunch: .*[Rr]ank 1", done.stdout), done.stdout + done.stderr

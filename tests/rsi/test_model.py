@@ -9,6 +9,7 @@ import transformers
 from tiny_models import FAMILIES, HYBRID, TINY, perturbed
 
 from rsi.architecture import FULL, INITIAL_STD, LINEAR, ModelConfig
+from rsi.distributed import copy_of
 from rsi.model import Critic, Transformer, keep_freed_memory, rms_norm, rotary, rotate, swiglu
 
 
@@ -146,13 +147,13 @@ def test_a_new_model_is_drawn_from_the_global_generator() -> None:
 
 def test_critic_starts_from_the_actor_with_values_near_zero() -> None:
     actor = perturbed(TINY)
-    critic = Critic.from_actor(actor)
+    critic = copy_of(actor, Critic)
     ids = torch.randint(0, 96, (2, 30))
     assert torch.equal(critic.model(ids), actor(ids))
     values = critic(ids)
     assert values.shape == (2, 30) and values.dtype == torch.float32
     assert 0 < values.abs().max() < 0.1
-    again = Critic.from_actor(actor)
+    again = copy_of(actor, Critic)
     assert all(torch.equal(a, b) for a, b in zip(critic.parameters(), again.parameters(), strict=True))
     with torch.no_grad():
         critic.model.norm.weight.zero_()
@@ -162,7 +163,7 @@ def test_critic_starts_from_the_actor_with_values_near_zero() -> None:
 
 
 def test_a_hybrid_trains_a_critic() -> None:
-    critic = Critic.from_actor(perturbed(HYBRID))
+    critic = copy_of(perturbed(HYBRID), Critic)
     critic(torch.randint(0, 96, (1, 9))).sum().backward()
     assert all(parameter.grad is not None for parameter in critic.parameters())
 

@@ -1,16 +1,19 @@
 """The plan of a dry run: counts from a model without storage, memory that a real backward pass confirms."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import FAMILIES, HYBRID, perturbed
+from tiny_models import FAMILIES, HYBRID, TINY, perturbed
 
 from rsi.architecture import FULL, LINEAR, PUBLISHED, ModelConfig
 from rsi.config import UserError, parse
-from rsi.model import Layer, Mixing, Transformer, rotary
-from rsi.plan import build, lines, memory, model_config, parameters_by_part, saved_bytes
+from rsi.model import Critic, Layer, Mixing, Transformer, rotary
+from rsi.plan import build, limit, lines, memory, model_config, need, parameters_by_part, sampler_memory, saved_bytes
+from rsi.stages import schedule
 
 
 def test_published_models_have_their_published_sizes() -> None:
@@ -45,19 +48,57 @@ def test_saved_bytes_are_those_of_a_real_pass(config: ModelConfig, kind: str) ->
 
 def test_memory_follows_ranks_and_tokens() -> None:
     actor = Transformer(replace(HYBRID, vocab_size=1000))
-    one, four = memory(actor, 1, 64), memory(actor, 4, 64)
+    config = parse(["--rollout.max-length", "64", "--micro-batch-tokens", "64"])
     count = sum(parameter.numel() for parameter in actor.parameters())
-    assert (one.weights, one.gradients, one.optimizer, one.gathered) == (4 * count, 4 * count, 8 * count, 0)
-    assert count <= four.weights < 1.1 * count and four.gathered > 0
-    longer = memory(actor, 1, 128)
-    assert longer.logits == 2 * one.logits == 4 * 128 * 1000
-    assert one.recomputed < one.activations < longer.activations < 2.2 * one.activations
+    one, four = memory(actor, config), memory(actor, replace(config, ranks=4))
+    assert (one.resident, one.gathered) == (16 * count, 0)
+    assert 4 * count <= four.resident < 1.1 * 4 * count and four.gathered > 0
+    longer = memory(actor, replace(config, micro_batch_tokens=128))
+    assert longer.head == 2 * one.head and one.activations < longer.activations < 2.2 * one.activations
+    assert memory(actor, replace(config, recompute=True)).activations < one.activations
+    assert memory(actor, replace(config, precision="bfloat16")).activations < 0.9 * one.activations
+    assert memory(actor, replace(config, rollout=replace(config.rollout, max_length=128))) == longer
+
+
+def test_what_a_rank_samples_with() -> None:
+    actor = Transformer(TINY)
+    config = parse(["--rollout.max-length", "62", "--rollout.slots", "16", "--rpr.kl-coefficient", "0"])
+    count, (_, joined, caches) = sum(p.numel() for p in actor.parameters()), sampler_memory(actor, config).values()
+    assert caches == 3 * 16 * 64 * 2 * (2 * 16) * 4  # layers, rows, positions, keys and values, channels, bytes
+    assert joined == 4 * 3 * (128 * 32 + 6 * 16 + 2 * 64 * 32)  # query, key, value; their norms; gate and up
+    base, rsr1, rpr1 = schedule(config)[:3]
+    found = need(actor, Critic(TINY), config, [base, rsr1, rpr1])
+    assert found.sampling == found.resident + joined + caches and found.training > found.resident > 32 * count * 0.8
+    assert need(actor, Critic(TINY), config, [base, rsr1]).resident == 16 * count
+    evaluated = need(actor, Critic(TINY), config, [base])
+    assert evaluated.training == evaluated.resident == 4 * count
+    two = replace(config, ranks=2, rollout=replace(config.rollout, slots=32))
+    assert list(sampler_memory(actor, two).values()) == [4 * count, joined, caches]
+    assert need(actor, Critic(TINY), replace(two, offload=True), [rpr1]).resident == 0
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = [sys.executable, "-m", "rsi.train", "--preset", "smoke", "--runs", str(tmp_path)]
+    for dry in ([], ["--dry-run"]):
+        done = subprocess.run([*train, "--rank-gib", "0.001", *dry], capture_output=True, text=True, check=False)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2 and line.startswith("rsi: error: a rank needs 0.") and "has 0.00" in line
+        assert bool(dry) == ("rank GiB" in done.stdout) and not list(tmp_path.iterdir())
+    one, two = (parse(["--ranks", ranks]) for ranks in "12")
+    alone = limit(one)
+    assert alone and 0.1 < alone < 1e5 and limit(two) is None and limit(replace(two, rank_gib=80)) == 80
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    halved = limit(two)
+    assert halved == pytest.approx(alone / 2, rel=0.2) and limit(one) is None
 
 
 def test_every_preset_has_a_plan(tmp_path: Path) -> None:
     for preset, model in (("tiny", "embedded"), ("qwen3-0.6b", "hub:Qwen/Qwen3-0.6B")):
-        plan = dict(lines(parse(["--preset", preset, "--ranks", "2", "--runs", str(tmp_path)])))
+        config = parse(["--preset", preset, "--ranks", "2", "--runs", str(tmp_path)])
+        plan = dict(lines(config, *build(model_config(config)), schedule(config)))
         assert plan["model"].startswith(model) and "a rank of 2" in plan["critic GiB"]
+        assert "compared with what a rank has where that is given: --rank-gib" in plan["rank GiB"]
         assert plan["stages"] == "base, rsr1, rpr1, rsr2, rpr2" and not list(tmp_path.iterdir())
 
 
@@ -76,4 +117,4 @@ def test_a_checkpoints_folder_names_its_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--init nowhere: .*config\.json is missing"):
         model_config(parse(["--init", "nowhere"]))
     with pytest.raises(UserError, match="hub:a/b: its sizes are not known"):
-        model_config(parse(["--init", "hub:a/b"]))
+        model_config(parse(["--init", "hub:a/b", "--dry-run"]))

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rsi import ppo
-from rsi.batch import MicroBatch, collate, count_actions, plan_micro_batches
+from rsi.batch import MicroBatch, collate, count_actions, gather_predictors, plan_micro_batches
 from rsi.model import Critic, ModelConfig, Transformer
 from rsi.trajectory import Trajectory
 
@@ -382,3 +383,36 @@ def test_mistakes_are_named(options, message):
         ppo.value_loss(zeros, zeros, zeros, None, 1, 0.0)
     with pytest.raises(ValueError, match="cap must be above 0"):
         ppo.importance_weights(zeros, zeros, 0.0)
+
+
+def memory_of(loss: Callable[[], Tensor]) -> tuple[int, int]:
+    """Bytes of what is kept for the backward pass, and of the largest allocation of forward and backward."""
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.profiler.profile(profile_memory=True) as profile:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            total = loss()
+        total.backward()
+    return sum(storages.values()), max(event.self_cpu_memory_usage for event in profile.events())
+
+
+def test_logits_of_a_whole_batch_are_neither_kept_nor_made() -> None:
+    torch.manual_seed(0)
+    model = Transformer(replace(config(), vocab_size=50_000))
+    batch = collate(trajectories(40), range(40), 0)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    logits = 4 * batch.action_count * 50_000
+    assert logits > 8 * weights
+    kept, largest = memory_of(lambda: ppo.action_logprobs(model, batch)[0].sum())
+    assert kept < logits / 2 and largest < logits / 2
+
+    def naive() -> Tensor:
+        logits_NV = model.logits(gather_predictors(model(batch.ids_T[None], batch.cu_seqlens)[0], batch))
+        return logits_NV.log_softmax(-1).gather(1, batch.target_N[:, None]).sum()
+
+    kept, largest = memory_of(naive)
+    assert kept >= logits and largest >= logits

@@ -1,11 +1,8 @@
 """Model folders: transformers reads ours, we read transformers', and wrong folders are named."""
 
 import json
-import os
 import re
 import shutil
-import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +13,11 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_chat import TOKENIZER
+from test_distributed import torchrun
 from tiny_models import FAMILIES, TINY, perturbed
 
 from rsi.chat import Chat, Message
+from rsi.distributed import copy_of
 from rsi.model import Critic, Transformer
 from rsi.weights import (
     WeightsError,
@@ -81,7 +80,7 @@ def test_we_read_what_transformers_writes(tmp_path: Path, tied: bool) -> None:
 
 def test_actor_and_critic_round_trip(tmp_path: Path) -> None:
     actor = save_actor(tmp_path / "deep" / "actor")
-    critic = Critic.from_actor(actor)
+    critic = copy_of(actor, Critic)
     save_model(tmp_path / "critic", critic, TOKENIZER)
     assert same_parameters(load_actor(tmp_path / "deep" / "actor"), actor)
     assert same_parameters(load_critic(tmp_path / "critic"), critic)
@@ -140,7 +139,7 @@ def test_a_critic_without_its_head_is_refused(tmp_path: Path) -> None:
     actor = save_actor(tmp_path / "actor")
     with pytest.raises(WeightsError, match="no value_head tensors: this is an actor"):
         load_critic(tmp_path / "actor")
-    save_model(tmp_path / "critic", Critic.from_actor(actor), TOKENIZER)
+    save_model(tmp_path / "critic", copy_of(actor, Critic), TOKENIZER)
     with pytest.raises(WeightsError, match="has a value_head: this is a critic"):
         load_actor(tmp_path / "critic")
     path = tmp_path / "critic" / "model.safetensors"
@@ -285,67 +284,54 @@ def test_folders_pass_through_transformers_unchanged(
 
 
 SHARDED_LOAD = """
-import os, sys, torch, torch.distributed as dist
+import sys
 from pathlib import Path
-from torch.distributed.fsdp import fully_shard
-from rsi.model import Transformer
-from rsi.weights import fill, load_actor, load_tokenizer, read_config, save_model
+from rsi import distributed
+from rsi.config import Config
+from rsi.model import Critic
+from rsi.weights import load_actor, load_tokenizer, save_model
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
 
-folder = Path(sys.argv[1])
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-with torch.device("meta"):
-    actor = Transformer(read_config(folder))
-for layer in actor.model.layers:
-    fully_shard(layer)
-fully_shard(actor)
-actor.to_empty(device="cpu")
-for parameter in actor.parameters():
-    parameter.to_local().data.zero_()
-dist.barrier()
-Path("/proc/self/clear_refs").write_text("5")
-before = peak()
-fill(actor, folder)
-added = peak() - before
+def measured(make):
+    distributed.meet("all that was before is done")
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    network = make()
+    distributed.meet("made")
+    return network, peak() - before
+
+folder, config = Path(sys.argv[1]), Config()
+distributed.start()
+load_actor(folder.with_name("small"), config)  # what is imported at the first call is not measured
+actor, loading = measured(lambda: load_actor(folder, config))
+critic, creating = measured(lambda: distributed.copy_of(actor, Critic, config))
+for name, network in (("again", actor), ("critic", critic)):
+    save_model(folder.with_name(name), network, load_tokenizer(folder))
 whole = sum(parameter.numel() for parameter in actor.parameters()) * 4
-dist.barrier()
-save_model(folder.with_name("again"), actor, load_tokenizer(folder))
-print(f"rank {rank}: {added} {whole}", flush=True)
-dist.barrier()
-dist.destroy_process_group()
+print(f"rank {distributed.rank()}: {loading} {creating} {whole}", flush=True)
+distributed.meet("the end")
+distributed.stop()
 """
 
 
 @pytest.mark.timeout(300)
 def test_ranks_read_their_part_alone(tmp_path: Path) -> None:
-    """Two ranks under FSDP2: beside the shards themselves each needs the memory of one tensor, and writes back all."""
+    """As the stages load an actor and make a critic of it: a rank needs its shard and the memory of one tensor."""
     config = replace(CONFIG, hidden_size=512, intermediate_size=2048, num_hidden_layers=6, head_dim=64)
     save_model(tmp_path / "actor", perturbed(config), TOKENIZER)
+    save_actor(tmp_path / "small")
     (tmp_path / "load.py").write_text(SHARDED_LOAD)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    command = [sys.executable, str(tmp_path / "load.py"), str(tmp_path / "actor")]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=os.environ | meeting | {"RANK": rank},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in "01"
-    ]
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    measured = [found for out, _ in outputs for found in re.findall(r"rank (\d): (\d+) (\d+)", out)]
-    assert sorted(rank for rank, _, _ in measured) == ["0", "1"]
-    for _, added, whole in measured:
-        assert int(added) < 0.15 * int(whole)
+    done = torchrun(2, str(tmp_path / "load.py"), str(tmp_path / "actor"))
+    assert done.returncode == 0, done.stderr
+    measured = re.findall(r"rank (\d): (\d+) (\d+) (\d+)", done.stdout)
+    assert sorted(rank for rank, *_ in measured) == ["0", "1"]
+    for _, loading, creating, whole in measured:
+        for added in (loading, creating):
+            assert 0.45 * int(whole) < int(added) < 0.65 * int(whole)
     assert sha256(tmp_path / "again") == sha256(tmp_path / "actor")
+    assert same_parameters(load_critic(tmp_path / "critic"), copy_of(load_actor(tmp_path / "actor"), Critic))
 
 
 def test_the_hub_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,14 +49,14 @@ def main(out: Path, tied: bool, *extra: str) -> None:
     # A vocabulary that the attempts use up: Adam takes a row without a gradient to speak of as far as any other.
     chat: Any = SimpleNamespace(pad=0)
     torch.manual_seed(0)
-    actor = Transformer(ModelConfig(VOCABULARY, 32, 64, 2, 4, 2, 8, tie_word_embeddings=tied))
+    whole = Transformer(ModelConfig(VOCABULARY, 32, 64, 2, 4, 2, 8, tie_word_embeddings=tied))
+    actor = distributed.copy_of(whole, Transformer, config)
     records = attempts(19)
     session.progress = Progress.of(run, rsr1.name, run.begin(rsr1))
     train(session, rsr1, actor, chat, records)
     session.progress.flush()
-    actor = distributed.whole(actor)
     session.progress = Progress.of(run, rpr1.name, run.begin(rpr1))
-    critic = Critic.from_actor(actor)
+    critic = distributed.copy_of(actor, Critic, config)
     loop = Loop(session, rpr1, make_learner(config, rpr1, actor, critic), chat)
     loop.scale = {"family": 2.0}
     found = []
@@ -64,7 +64,8 @@ def main(out: Path, tied: bool, *extra: str) -> None:
         for number in range(3):
             found.append(loop.learn(Step(phase, number, 3, ("core",), len(records)), records))  # type: ignore[arg-type]
     weights = {
-        name: dict(distributed.whole(network).state_dict()) for name, network in (("actor", actor), ("critic", critic))
+        "actor": dict(distributed.copy_of(actor, Transformer).state_dict()),
+        "critic": dict(distributed.copy_of(critic, Critic).state_dict()),
     }
     if distributed.first():
         torch.save({"metrics": found, **weights}, out / "result.pt")
