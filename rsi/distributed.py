@@ -161,23 +161,31 @@ def spread(model: Transformer | Critic, config: Config) -> None:
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, offload_policy=offloading)
 
 
-def empty(kind: type[Network], shape: ModelConfig, device: torch.device, config: Config | None = None) -> Network:
+def empty(
+    kind: type[Network],
+    shape: ModelConfig,
+    device: torch.device,
+    config: Config | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Network:
     """A network whose weights have yet to be written: whole, or spread over all ranks as `config` says."""
     with torch.device("meta"):
-        network = kind(shape)
+        network = kind(shape).to(dtype)
     if config is not None:
         spread(network, config)
     return network.to_empty(device="cpu" if config is not None and config.offload else device)
 
 
 @torch.no_grad()
-def copy_of(source: Transformer | Critic, kind: type[Network], config: Config | None = None) -> Network:
+def copy_of(
+    source: Transformer | Critic, kind: type[Network], config: Config | None = None, dtype: torch.dtype = torch.float32
+) -> Network:
     """A network of `kind` with the weights of `source`, spread as `config` says or without one whole. All ranks call.
 
     Both spread: each rank copies its own part. A critic made of an actor has the head that every new critic has, so
     the same actor always gives the same critic.
     """
-    network = empty(kind, source.config, find_device(), config)
+    network = empty(kind, source.config, find_device(), config, dtype)
     found = Critic.first_head(source.config) | source.state_dict()
     for name, target in network.state_dict().items():
         tensor = found[name]
@@ -205,10 +213,11 @@ def sum_gradients(model: nn.Module) -> None:
             dist.all_reduce(parameter.grad)
 
 
-def whole(model: Transformer) -> Transformer:
-    """The actor with all its weights on this rank: itself where it is not spread, else a copy. All ranks call."""
+def whole(model: Transformer, config: Config) -> Transformer:
+    """The actor with all its weights on this rank: itself where it is not spread, else a copy in the precision of the
+    trainer's passes, so that both see the same policy. All ranks call."""
     spread_out = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return copy_of(model, Transformer) if spread_out else model
+    return copy_of(model, Transformer, dtype=getattr(torch, config.precision)) if spread_out else model
 
 
 def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> float:

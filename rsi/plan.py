@@ -139,9 +139,11 @@ def saved_bytes(config: ModelConfig, kind: str, tokens: int, dtype: torch.dtype 
 def sampler_memory(actor: Transformer, config: Config) -> dict[str, int]:
     """Bytes of what one rank samples with: the actor whole where it is spread, its weights joined, caches."""
     slots = -(-config.rollout.slots // config.ranks)
-    sampler = Sampler(actor, slots, config.rollout.max_length)
-    copied = FLOAT32 * sum(p.numel() for p in actor.parameters()) if is_spread(config, config.ranks) else 0
-    weights = [tensor for tensor in tree_leaves(actor.model.layer_weights()) if tensor is not None]
+    with torch.device("meta"):
+        copy = Transformer(actor.config).to(getattr(torch, config.precision))
+    sampler = Sampler(copy, slots, config.rollout.max_length)
+    copied = sum(p.nbytes for p in copy.parameters()) if is_spread(config, config.ranks) else 0
+    weights = [tensor for tensor in tree_leaves(copy.model.layer_weights()) if tensor is not None]
     joined = sum(tensor.nbytes for tensor in weights if not tensor.is_leaf)
     caches = sum(tensor.nbytes for tensor in tree_leaves(sampler.caches))
     return {"whole actor": copied, "joined weights": joined, f"caches of {slots} slots": caches}

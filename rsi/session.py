@@ -56,7 +56,7 @@ class Session:
         """Make this rank's share of attempts with `actor` as it is now. All ranks call."""
         slots = -(-self.config.rollout.slots // distributed.world())
         settings = dataclasses.replace(self.config.rollout, slots=slots)
-        sampler = Sampler(distributed.whole(actor), slots, settings.max_length)
+        sampler = Sampler(distributed.whole(actor, self.config), slots, settings.max_length)
         return Engine(sampler, chat, self.backend, settings, report)
 
     def seed(self, *parts: object) -> int:

@@ -16,6 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from rsi import distributed
+from rsi.config import parse
+from rsi.model import ModelConfig, Transformer
+
 PROGRAMS = Path(__file__).parent / "programs"
 
 
@@ -159,3 +163,25 @@ def test_a_missing_rank_is_named_in_time(tmp_path: Path, minutes: list[str]) -> 
     os.mkfifo(tmp_path / "fifo")
     done = torchrun(2, str(tmp_path / "missing.py"), str(tmp_path / "fifo"), *minutes)
     assert re.match(r"([6-9]|1\d) s lunch: .*[Rr]ank 1", done.stdout), done.stdout + done.stderr
+
+
+def test_the_sampler_has_the_precision_of_the_trainers_passes() -> None:
+    """Float32 weights, bfloat16 passes: what samples is bfloat16 too, and its log-probs are the trainer's."""
+    distributed.start()
+    try:
+        config = parse(["--precision", "bfloat16"])
+        torch.manual_seed(0)
+        plain = Transformer(ModelConfig(61, 32, 64, 2, 4, 2, 8))
+        actor = distributed.copy_of(plain, Transformer, config)
+        ids_BT = torch.randint(61, (1, 40))
+        trained = actor.logits(actor(ids_BT)[0]).log_softmax(-1)
+        copy = distributed.whole(actor, config)
+        sampled = copy.logits(copy(ids_BT)[0]).log_softmax(-1)
+        assert {p.dtype for p in copy.parameters()} == {torch.bfloat16}
+        assert {p.dtype for p in actor.parameters()} == {torch.float32}
+        assert (
+            torch.equal(sampled, trained)
+            and (trained - plain.logits(plain(ids_BT)[0]).log_softmax(-1)).abs().max() > 1e-4
+        )
+    finally:
+        distributed.stop()
