@@ -19,15 +19,16 @@ class TarStream(io.RawIOBase):
 
     def __init__(self, chunks: Iterator[bytes], room: float):
         self.chunks, self.room = chunks, room
-        self.buffer = b""
+        self.buffer, self.at = b"", 0
 
     def read(self, size: int = -1) -> bytes:
-        while len(self.buffer) < size and (chunk := next(self.chunks, b"")):
-            self.buffer += chunk
+        while len(self.buffer) < self.at + size and (chunk := next(self.chunks, b"")):
+            self.buffer, self.at = self.buffer[self.at :] + chunk, 0
             self.room -= len(chunk)
             if self.room < 0:
                 raise TooLong
-        data, self.buffer = self.buffer[:size], self.buffer[size:]
+        data = self.buffer[self.at : self.at + size]
+        self.at += len(data)
         return data
 
 
@@ -52,7 +53,7 @@ def unpack(chunks: Iterator[bytes], path: str, room: int, depth: int, cut: bool)
 
     `room` bytes in all are returned: longer files are left out, or cut.
     """
-    with tarfile.open(fileobj=TarStream(chunks, STREAM_BYTES), mode="r|", bufsize=1 << 20) as archive:
+    with tarfile.open(fileobj=TarStream(chunks, STREAM_BYTES), mode="r|", bufsize=1 << 16) as archive:
         for member in archive:
             parts = PurePosixPath(member.name).parts[1:]
             target = str(PurePosixPath(path).joinpath(*parts))
@@ -69,7 +70,7 @@ def unpack(chunks: Iterator[bytes], path: str, room: int, depth: int, cut: bool)
 
 def contents(chunks: Iterator[bytes]) -> Iterator[tuple[str, int, bytes]]:
     """(path, size, part) of every regular file of a tar stream of "/", unbounded; an empty file is one empty part."""
-    with tarfile.open(fileobj=TarStream(chunks, float("inf")), mode="r|", bufsize=1 << 20) as archive:
+    with tarfile.open(fileobj=TarStream(chunks, float("inf")), mode="r|", bufsize=1 << 16) as archive:
         for member in archive:
             if content := archive.extractfile(member) if member.isreg() else None:
                 path = str(PurePosixPath("/", member.name))

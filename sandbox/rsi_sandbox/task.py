@@ -223,6 +223,10 @@ class _Reader:
         if several:
             steps = tuple(self._step(task, root, number, entry) for number, entry in enumerate(several))
             task = replace(task, steps=steps)
+        unread = [f"{self.config.name}: {name}: not read" for name in root.unread()]
+        return replace(task, notes=(*self.notes, *unread), docker_only=task.docker_only or self._docker_only(task))
+
+    def _docker_only(self, task: Task) -> str:
         needs = {
             "environment.docker_image": task.image,
             "verifier.environment": task.verifier_image or task.verifier_folder,
@@ -230,10 +234,8 @@ class _Reader:
             "agent.user": task.agent_user,
             "verifier.user": task.verifier_user,
         }
-        if not task.docker_only and (name := next((name for name, value in needs.items() if value), "")):
-            task = replace(task, docker_only=f"{self.config}: {name}: only docker can do this; use docker")
-        unread = [f"{self.config.name}: {name}: not read" for name in root.unread()]
-        return replace(task, notes=(*self.notes, *unread))
+        fields = [f"{self.config}: {name}: only docker can do this; use docker" for name, need in needs.items() if need]
+        return fields[0] if fields else ""
 
     def _step(self, task: Task, root: Fields, number: int, entry: Any) -> Task:
         if not isinstance(entry, dict):

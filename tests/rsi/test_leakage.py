@@ -137,6 +137,8 @@ def test_honest_attempts_are_clean(commands: list[str]) -> None:
         "cp -r /[s-u]ests/* .",
         "grep -r x /so*",
         "bash -c 'cat /te?ts/x'",
+        "bash -c '[ -f /tests/x ] && echo [a]'",
+        "cat /" + "{a,b}" * 12 + " /{x,tests}",
         "a='/te*'; cat $a/beta.txt",
         "for f in /t*/*.txt; do cat $f; done",
     ],

@@ -97,16 +97,26 @@ def test_leaks_are_found_and_fail_the_check(
     assert "leak: /app/old/notes holds /tests/wanted.txt" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("place", ["/opt/.cache/x", "/var/lib/odd/a/b/c/d", "/srv/\xff/\u4e00", "/home/.x/test.sh"])
-def test_planted_tests_are_found_anywhere(backend: Backend, tmp_path: Path, place: str) -> None:
-    dockerfile = f"FROM debian:bookworm\nWORKDIR /app\nCOPY files/ ./\nCOPY planted {place}\n"
-    folder = write_task(tmp_path / "task", **{"environment/Dockerfile": dockerfile})
+def test_planted_tests_are_found_anywhere(backend: Backend, tmp_path: Path) -> None:
+    """Whole, in part or with other line ends, in odd places; not where it is a quarter or a line."""
+    folder = write_task(tmp_path / "task")
     test = (folder / "tests/test.sh").read_bytes()
-    for planted in (test, test[: len(test) * 2 // 3], test.replace(b"\n", b"\r\n")):
-        (folder / "environment/planted").write_bytes(planted)
-        assert search(backend, load_task(folder)) == [f"{place} holds /tests/test.sh"]
-    (folder / "environment/planted").write_bytes(test[: len(test) // 4])
-    assert search(backend, load_task(folder)) == []
+    planted = {
+        "/opt/.cache/x": test,
+        "/home/.x/test.sh": b"\n" + test + b"\n\n",
+        "/srv/\xff/\u4e00": test.replace(b"\n", b"\r\n"),
+        "/usr/share/doc/y" if backend.kind == "docker" else "/var/y": test[: len(test) * 2 // 3],
+        "/var/lib/odd/a/b/c/d": b"\0" * (5 << 20) + b"\n" + test,
+        "/opt/quarter": test[: len(test) // 4],
+        "/opt/line": test.splitlines()[3],
+    }
+    dockerfile = "FROM debian:bookworm\nWORKDIR /app\nCOPY files/ ./\n"
+    for number, (place, data) in enumerate(planted.items()):
+        (folder / f"environment/{number}").write_bytes(data)
+        dockerfile += f"COPY {number} {place}\n"
+    (folder / "environment/Dockerfile").write_text(dockerfile)
+    found = search(backend, load_task(folder))
+    assert sorted(found) == sorted(f"{place} holds /tests/test.sh" for place in list(planted)[:5])
 
 
 def test_what_the_instruction_says_is_no_leak(backend: Backend, tmp_path: Path) -> None:
