@@ -78,7 +78,7 @@ class DockerBackend:
     def grade(self, task: Task, left: Sequence[File], snapshot: Snapshot | None = None) -> Grade:
         variables = shell.environment({**dict(task.variables), **dict(task.verifier_variables)}, HOME)
         own = task.verifier_image or task.verifier_folder
-        volumes = toolchain.mount(self.client) if task.docker_only else {}
+        volumes = toolchain.mount(self.client, self.labels) if task.docker_only else {}
         if volumes:
             variables["PATH"] = f"{toolchain.ROOT}/bin:{variables['PATH']}"
         tests = [

@@ -134,14 +134,15 @@ def pack_toolchain(root: Path, archive: Path) -> None:
         _add_bytes(tar, f"{where}/lib/loader", loader.read_bytes(), 0o755)
 
 
-def mount(client: Any) -> dict[str, dict[str, str]]:
+def mount(client: Any, labels: dict[str, str]) -> dict[str, dict[str, str]]:
     """The toolchain's volume as docker's `volumes`, filled at its first use; empty where no toolchain was made."""
     if not client.images.list(name=IMAGE):
         return {}
     name = f"rsi-toolchain-{hashlib.sha256(repr((PROGRAMS, _PLUGIN)).encode()).hexdigest()[:12]}"
     if not any(volume.name == name for volume in client.volumes.list()):
         # Docker fills a new volume with what the image has at that place; the programs are this version's.
-        container = client.containers.create(IMAGE, ["true"], volumes={name: {"bind": ROOT, "mode": "rw"}})
+        bound = {name: {"bind": ROOT, "mode": "rw"}}
+        container = client.containers.create(IMAGE, ["true"], volumes=bound, labels=labels)
         programs = [File(f"/bin/{program}", text.encode(), 0o755) for program, text in PROGRAMS.items()]
         container.put_archive(ROOT, pack([*programs, File("/lib/python3.11/rsi_ctrf.py", _PLUGIN.encode())]))
         container.remove()
