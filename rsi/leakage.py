@@ -5,8 +5,9 @@ in the order in which they are reported:
 
 `tests_path`  names or globs at a tests, solution or verifier path. Quotes, backslashes, `$'\\x..'`,
     `..`, doubled slashes, letter case, `/proc/*/root`, braces and plain variables are undone first.
-    The protected absolute paths are always refused; a *name* (`tests`, `solve.sh`) is free where the
-    instruction, a file name or a file of the environment uses it as a word.
+    The protected absolute paths are always refused, and so is every absolute glob that could mean one
+    of them or what lies below, but for a lone `/*` (also a C comment); a *name* (`tests`, `solve.sh`)
+    is free where the instruction, a file name or a file of the environment uses it as a word.
 `overlap`  shares 8 successive tokens, or a whole line of 12 characters or more, with tests or
     solution that instruction and environment do not hold. A token is a path-like word or one
     punctuation mark; quotes are none and blanks are alike. Lines are those of commands and of the
@@ -22,6 +23,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import islice
 from posixpath import normpath
 
 from .literals import HOLE, WORD, literals, words
@@ -33,10 +35,7 @@ NGRAM, LINE = 8, 12
 PROTECTED = ("/tests", "/solution", "/oracle", "/logs/verifier")
 FILES = ("test.sh", "solve.sh", "test_outputs.py", "reward.txt", "reward.json", "ctrf.json")
 NAMES = frozenset(("tests", "solution", "verifier", "oracle", *FILES))
-_TARGETS = (
-    *PROTECTED,
-    *(f"{place}/{name}" for place in PROTECTED for name in FILES),
-)
+_TARGETS = tuple(place[1:].split("/") for place in PROTECTED)
 
 _PIECE = re.compile(
     r"""[^\S\n]+|(?P<operator>[;|&()<>`\n]+|\$\()
@@ -123,13 +122,45 @@ def _resolve(place: str, word: str) -> str:
     return re.sub(r"^(?:\.\.(?:/|$))+", "/", path) or "/"
 
 
-def _alternatives(word: str) -> list[str]:
-    """Brace expansion: `/{tests,x}/a` gives `/tests/a` and `/x/a`."""
+def _alternatives(word: str) -> Iterator[str]:
+    """Brace expansion: `/{tests,x}/a` gives `/tests/a` and `/x/a`; a range of letters becomes their class."""
     match = re.search(r"\{([^{}]*,[^{}]*)\}", word)
     if not match:
-        return [word]
-    rows = [_alternatives(word[: match.start()] + part + word[match.end() :]) for part in match[1].split(",")]
-    return [alternative for row in rows for alternative in row][:64]
+        yield re.sub(r"\{(\w)\.\.(\w)(?:\.\.-?\d+)?\}", lambda m: "[{}-{}]".format(*sorted(m[1] + m[2])), word)
+        return
+    for part in match[1].split(","):
+        yield from _alternatives(word[: match.start()] + part + word[match.end() :])
+
+
+_CLASS = re.compile(r"\[[!^]?\]?(?:\[:\w+:\]|[^\]\s/])*\]")
+
+
+def _plain_class(match: re.Match[str]) -> str:
+    """A glob's class as fnmatch reads it: `[s]` is a letter, `[^a]` is `[!a]`, one with odd characters is any."""
+    inner = match[0][1:-1]
+    if re.search(r"[^\w!^-]", inner):
+        return "[#-~]"
+    return inner if len(inner) == 1 else f"[{inner}]".replace("[^", "[!")
+
+
+def _globs_at_protected(path: str) -> bool:
+    """Whether an absolute path with wildcards could mean a protected path, or one below.
+
+    `/*` alone is none (a C comment), nor is what sed and awk write as `/[a-z]*/d`: with classes, the first part that
+    has a letter or `?` beside them must lie in the protected name itself, or have two letters.
+    """
+    parts = path.strip("/").split("/")
+    if len(parts) > 3 and fnmatchcase("proc", parts[0]) and any(fnmatchcase(n, parts[2]) for n in ("root", "cwd")):
+        parts = parts[3:]
+    said = [re.search(r"[\w?]", _CLASS.sub("", part)) is not None for part in parts]
+    if True not in said:
+        return len(parts) > 1 and "[" not in path
+    first = said.index(True)
+    below = re.fullmatch(r"[\w.*?-]+", parts[first]) and ("[" not in path or len(re.findall(r"\w", parts[first])) > 1)
+    return any(
+        len(parts) >= len(target) and all(map(fnmatchcase, target, parts)) and (first < len(target) or below)
+        for target in _TARGETS
+    )
 
 
 def _aims_by_name(pattern: str, public: frozenset[str]) -> bool:
@@ -141,7 +172,7 @@ def _aims_by_name(pattern: str, public: frozenset[str]) -> bool:
 
 
 def _names_protected(word: str, public: frozenset[str], place: str) -> bool:
-    for part in re.split(r"[\s;|&<>()`'\",=:]+", word):
+    for part in re.split(r"[\s;|&<>()`'\",=:]+", _CLASS.sub(_plain_class, word)):
         if not part:
             continue
         path = _resolve(place, part)
@@ -149,8 +180,7 @@ def _names_protected(word: str, public: frozenset[str], place: str) -> bool:
             return True
         if "logs/verifier" in path or any(p in NAMES and p not in public for p in path.split("/")):
             return True
-        is_glob = path.startswith("/") and re.search(r"[*?\[]", path) and re.search(r"\w", path)
-        if is_glob and any(fnmatchcase(target, path) for target in _TARGETS):
+        if path.startswith("/") and re.search(r"[*?\[]", path) and _globs_at_protected(path):
             return True
     return False
 
@@ -179,7 +209,9 @@ def _touches_tests(commands: Sequence[str], public: frozenset[str]) -> bool:
                 if any(_aims_by_name(word.lower(), public) for word in row[2:]):
                     return True
         for text, operator in shell_words(expanded):
-            forms = () if operator else _alternatives(_decode(text))
+            forms = [] if operator else list(islice(_alternatives(_decode(text)), 1000))
+            if len(forms) == 1000:
+                return True  # who knows what the others are
             if any(_CANDIDATE.search(place + form) and _names_protected(form, public, place) for form in forms):
                 return True
     return False

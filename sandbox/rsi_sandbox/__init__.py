@@ -1,5 +1,6 @@
 """Run and verify terminal tasks: two backends behind one interface, and a protected verifier."""
 
+from types import ModuleType
 from typing import Literal
 
 from .dockerfile import read_folder
@@ -36,11 +37,20 @@ def open_backend(kind: Literal["local", "docker", "auto"], run: str, *, starts: 
         return LocalBackend("asked for", starts)
     if kind not in ("docker", "auto"):
         raise ValueError(f"sandbox backend {kind!r} is unknown: use 'local', 'docker' or 'auto'")
-    from .daemon import DockerBackend  # the docker package takes 0.2 s to import
-
-    if kind == "docker":
-        return DockerBackend("asked for", run, starts)
     try:
-        return DockerBackend("a Docker daemon answers", run, starts)
-    except SandboxError:
-        return LocalBackend("no Docker daemon answers", starts)
+        reason = "asked for" if kind == "docker" else "a Docker daemon answers"
+        backend: Backend = docker_modules().DockerBackend(reason, run, starts)
+        return backend
+    except SandboxError as error:
+        if kind == "docker":
+            raise
+        return LocalBackend(f"{error}".rpartition(": ")[0], starts)
+
+
+def docker_modules() -> ModuleType:
+    """`daemon`, imported with all that needs the docker package only here: that takes 0.2 s, and may be absent."""
+    try:
+        from . import daemon
+    except ModuleNotFoundError as error:
+        raise SandboxError(f"the Python package {error.name} is missing: install it, or use --sandbox local") from None
+    return daemon

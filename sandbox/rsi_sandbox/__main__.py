@@ -4,15 +4,15 @@ import argparse
 import datetime
 import json
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from . import SandboxError, TaskError, load_task, open_backend
-from .image import STAND_INS
+from . import SandboxError, TaskError, docker_modules, load_task, open_backend
+from .dockerfile import STAND_INS
 from .interface import Backend
-from .trial import Trial, each, new_trial, run_trial, summary, with_verifier
+from .trial import Trial, new_trial, run_trial, summary, with_verifier
 
 
 def main(arguments: list[str]) -> int:
@@ -54,17 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _image(options: argparse.Namespace) -> int:
-    import docker
-
-    from .image import make_base
-    from .toolchain import make_toolchain
-
-    try:
-        print(make_base())
-        if options.toolchain:
-            print(make_toolchain(docker.from_env(timeout=600)))
-    except docker.errors.DockerException as error:
-        raise SandboxError(f"no Docker daemon answers ({str(error).splitlines()[0]}): start one") from None
+    docker_modules().make_images(options.toolchain)
     return 0
 
 
@@ -80,8 +70,9 @@ def _run(options: argparse.Namespace) -> int:
     with open_backend(options.sandbox, "run", starts=2) as backend:
         _go(backend, trials, options.jobs, lambda trial: run_trial(backend, trial, folder))
     (folder / "result.json").write_text(json.dumps(summary(trials), indent=2))
-    print(f"{sum(trial.outcome == 'passed' for trial in trials)} of {len(trials)} passed; {folder}/result.json")
-    return _status(trial.outcome == "passed" for trial in trials)
+    passed = sum(trial.outcome == "passed" for trial in trials)
+    print(f"{passed} of {len(trials)} passed; {folder}/result.json")
+    return 0 if passed == len(trials) else 1
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -94,92 +85,49 @@ def _check(options: argparse.Namespace) -> int:
         wrong += [f"a no-op {nop.outcome}"] if nop.outcome not in ("failed", "agent_timeout") else []
         wrong += [f"leak: {leak}" for leak in nop.leaks]
         good.append(not wrong)
-        print(f"{'FAILED' if wrong else 'ok':7}{oracle.task.name}: {'; '.join(wrong) or _checks(oracle)}")
+        if oracle.verdict and not wrong:
+            checks = oracle.verdict.checks.values()
+            wrong = [f"oracle {oracle.verdict.reward:g} ({sum(checks)}/{len(checks)} checks), no-op fails"]
+        print(f"{'ok' if good[-1] else 'FAILED':7}{oracle.task.name}: {'; '.join(wrong)}")
         for line in (*oracle.task.notes, oracle.error, nop.error):
             if line:
                 print(f"       {line}")
-    return _status(good)
-
-
-def _checks(trial: Trial) -> str:
-    assert trial.verdict
-    checks = trial.verdict.checks
-    return f"oracle {trial.verdict.reward:g} ({sum(checks.values())}/{len(checks)} checks), no-op fails"
-
-
-def _status(good: Iterable[bool]) -> int:
     return 0 if all(good) else 1
 
 
 def _go(backend: Backend, trials: list[Trial], jobs: int, work: Callable[[Trial], Trial]) -> None:
-    """Run the trials below a live table; where the output is no terminal, a line for each that ends."""
+    """Run the trials, `jobs` at once: a line for each that ends and, on a terminal, a live one for each under way."""
     print(f"sandbox {backend.kind}: {backend.reason}")
-    live, done, lock = sys.stdout.isatty(), threading.Event(), threading.Lock()
-
-    def report(trial: Trial) -> Trial:
-        result = work(trial)
-        if not live:
-            with lock:
-                print(_row(trial), flush=True)
-        return result
-
-    def draw() -> None:
-        shown = 0
-        while True:
-            last = done.wait(0.2)
-            rows = [_row(trial) for trial in trials]
-            rows = (
-                rows if last or len(rows) < 30 else [row for row, t in zip(rows, trials, strict=True) if _busy(t)][:30]
-            )
-            print(f"\033[{shown}F\033[J" if shown else "", "\n".join(rows), sep="", flush=True)
-            shown = len(rows)
-            if last:
-                return
-
-    table = threading.Thread(target=draw)
-    if live:
-        table.start()
+    shown, live = 0, sys.stdout.isatty()
+    pool = ThreadPoolExecutor(jobs)
     try:
-        each(trials, report, jobs)
+        left = {pool.submit(work, trial): trial for trial in trials}
+        while left:
+            done, _ = wait(left, 0.2 if live else None, FIRST_COMPLETED)
+            rows = [_row(left.pop(each), each.result().seconds) for each in done]
+            busy = [trial for trial in left.values() if live and trial.phases]
+            rows += [_row(trial, time.time() - min([*trial.phases.values()])[0]) for trial in busy]
+            print(f"\033[{shown}F\033[J" if shown else "", *(f"{row}\n" for row in rows), sep="", end="", flush=True)
+            shown = len(busy)
     finally:
-        done.set()
-        if live:
-            table.join()
+        pool.shutdown(cancel_futures=True)
 
 
-def _busy(trial: Trial) -> bool:
-    return trial.outcome not in (
-        "waiting",
-        "passed",
-        "failed",
-        "tampered",
-        "agent_timeout",
-        "infra_error",
-        "task_error",
-    )
-
-
-def _row(trial: Trial) -> str:
-    begun = min((start for start, _ in trial.phases.values()), default=time.time())
-    seconds = time.time() - begun if _busy(trial) else trial.seconds
+def _row(trial: Trial, seconds: float) -> str:
     reward = f"{trial.verdict.reward:.2f}" if trial.verdict else "    "
     told = trial.error or (trial.verdict.note or " ".join(trial.verdict.tampered) if trial.verdict else "")
-    return (
-        f"{trial.name:42} {trial.agent[:10]:10} {trial.outcome[:20]:20} {reward} {seconds:6.1f} s  {told[:60]}".rstrip()
-    )
+    outcome = f"{trial.outcome[:20]:20} {reward} {seconds:6.1f} s"
+    return f"{trial.name:42} {trial.agent[:10]:10} {outcome}  {told[:60]}".rstrip()
 
 
 def _list(options: argparse.Namespace) -> int:
-    from .daemon import DockerBackend
-
-    with DockerBackend("asked for", "list", 1, reap=False) as backend:
+    with docker_modules().DockerBackend("asked for", "list", 1, reap=False) as backend:
         if options.command == "reap":
             for name, run in backend.reap().items():
                 print(f"removed {name} of run {run!r}")
             return 0
-        dead = backend.leftovers()
         for name, run, owner, state in backend.all():
-            print(f"{name}  run {run!r}  owner {owner}  {'leftover' if name in dead else state}")
+            print(f"{name}  run {run!r}  owner {owner}  {state}")
     return 0
 
 

@@ -36,12 +36,15 @@ SYSTEM_LINKS = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 MASKED = ("usr/local", "usr/src")  # may hold the host's own programs and this project
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 DIRECTORIES = "usr etc dev proc tmp run run/shm var var/tmp var/log root home home/agent opt srv mnt .old".split()
-PASSWD = (
-    "root:x:0:0:root:/root:/bin/bash\nagent:x:1000:1000:agent:/home/agent:/bin/bash\n"
-    "nobody:x:65534:65534:nobody:/nonexistent:/bin/false\n"
-)
-GROUP = "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n"
-HOSTS = "127.0.0.1 localhost\n127.0.0.1 sandbox\n"
+DEVICE_LINKS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}  # into /proc/self
+ETC = {
+    "passwd": "root:x:0:0:root:/root:/bin/bash\nagent:x:1000:1000:agent:/home/agent:/bin/bash\n"
+    "nobody:x:65534:65534:nobody:/nonexistent:/bin/false\n",
+    "group": "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost\n127.0.0.1 sandbox\n",
+    "hostname": "sandbox\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
 
 libc = ctypes.CDLL(None, use_errno=True)
 python = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter lock: a clone must not race for it
@@ -85,11 +88,23 @@ def write(path: str, text: str | bytes) -> None:
     os.close(descriptor)
 
 
-def map_user(inside: int, outside: int) -> None:
+def map_user(inside: int, user: int, group: int) -> None:
     """Map one uid and gid of this process's new user namespace."""
     write("/proc/self/setgroups", "deny")
-    write("/proc/self/uid_map", f"{inside} {outside} 1")
-    write("/proc/self/gid_map", f"{inside} {outside} 1")
+    write("/proc/self/uid_map", f"{inside} {user} 1")
+    write("/proc/self/gid_map", f"{inside} {group} 1")
+
+
+def system_folders(root: str) -> list[str]:
+    """Make below `root` what links /bin, /lib and the like are here, and folders for those that are none: these are
+    named, to be mounted.
+    """
+    for name in SYSTEM_LINKS:
+        if os.path.islink(f"/{name}"):
+            os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
+        elif os.path.isdir(f"/{name}"):
+            os.mkdir(f"{root}/{name}")
+    return [name for name in SYSTEM_LINKS if os.path.isdir(f"/{name}") and not os.path.islink(f"/{name}")]
 
 
 def build_template() -> None:
@@ -99,36 +114,19 @@ def build_template() -> None:
     mount("tmpfs", root, "tmpfs", NOSUID | NODEV, "size=8m,mode=755")
     for name in ("usr", "etc", "dev", "proc", "new"):
         os.mkdir(f"{root}/{name}", 0o755)
-    mount("/usr", f"{root}/usr", None, BIND | REC)
-    for name in SYSTEM_LINKS:
-        if os.path.islink(f"/{name}"):
-            os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
-        elif os.path.isdir(f"/{name}"):
-            os.mkdir(f"{root}/{name}")
-            mount(f"/{name}", f"{root}/{name}", None, BIND | REC)
-            read_only(f"{root}/{name}", True)
-    read_only(f"{root}/usr", True)
+    for name in ("usr", *system_folders(root)):
+        mount(f"/{name}", f"{root}/{name}", None, BIND | REC)
+        read_only(f"{root}/{name}", True)
     for name in MASKED:
         if os.path.isdir(f"{root}/{name}"):
             mount("tmpfs", f"{root}/{name}", "tmpfs", READ_ONLY | NOSUID | NODEV, "size=4k,mode=755")
     for name in DEVICES:
         write(f"{root}/dev/{name}", "")
         mount(f"/dev/{name}", f"{root}/dev/{name}", None, BIND)
-    for name, target in (
-        ("fd", "/proc/self/fd"),
-        ("stdin", "/proc/self/fd/0"),
-        ("stdout", "/proc/self/fd/1"),
-        ("stderr", "/proc/self/fd/2"),
-        ("shm", "/run/shm"),
-    ):
-        os.symlink(target, f"{root}/dev/{name}")
-    for name, text in (
-        ("passwd", PASSWD),
-        ("group", GROUP),
-        ("hosts", HOSTS),
-        ("hostname", "sandbox\n"),
-        ("nsswitch.conf", "passwd: files\ngroup: files\nhosts: files\n"),
-    ):
+    for name, target in DEVICE_LINKS.items():
+        os.symlink(f"/proc/self/{target}", f"{root}/dev/{name}")
+    os.symlink("/run/shm", f"{root}/dev/shm")
+    for name, text in ETC.items():
         write(f"{root}/etc/{name}", text)
     if os.path.exists("/etc/ld.so.cache"):
         with open("/etc/ld.so.cache", "rb") as cache:
@@ -167,9 +165,7 @@ def main() -> None:
             libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
         user, group = os.getuid(), os.getgid()
         check(libc.unshare(NEWUSER | NEWNS), "unshare")
-        write("/proc/self/setgroups", "deny")
-        write("/proc/self/uid_map", f"0 {user} 1")
-        write("/proc/self/gid_map", f"0 {group} 1")
+        map_user(0, user, group)
         build_template()
         hide_arguments()
     except OSError as error:
@@ -315,21 +311,15 @@ class Init:
     def build(self, message: dict[str, Any]) -> None:
         """Enter the sandbox's own tree: one writable tmpfs, everything else from the template."""
         self.settings = message
-        map_user(0, 0)
+        map_user(0, 0, 0)
         options = f"size={message['disk_mb']}m,nr_inodes=32768,mode=755"
         mount("tmpfs", "/new", "tmpfs", NOSUID | NODEV, options)
         for name in DIRECTORIES:
             os.mkdir(f"/new/{name}", 0o755)
         for name in ("tmp", "var/tmp", "run/shm"):
             os.chmod(f"/new/{name}", 0o1777)
-        for name in ("usr", "etc", "dev"):
+        for name in ("usr", "etc", "dev", *system_folders("/new")):
             mount(f"/{name}", f"/new/{name}", None, BIND | REC)
-        for name in SYSTEM_LINKS:
-            if os.path.islink(f"/{name}"):
-                os.symlink(os.readlink(f"/{name}"), f"/new/{name}")
-            elif os.path.isdir(f"/{name}"):
-                os.mkdir(f"/new/{name}")
-                mount(f"/{name}", f"/new/{name}", None, BIND | REC)
         mount("proc", "/new/proc", "proc", NOSUID | NODEV | 8)
         pivot("/new", "/.old")
         os.rmdir("/.old")
@@ -402,7 +392,7 @@ class Init:
             if agent:
                 libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self may not be written
                 check(libc.unshare(NEWUSER), "unshare")
-                map_user(1000, 0)
+                map_user(1000, 0, 0)
             libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
             os.chdir(self.settings["workdir"])
             os.execve(arguments[0], arguments, self.settings["environment"])

@@ -5,7 +5,7 @@ import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 
-from .records import ARTIFACT_BYTES, File
+from .records import ARTIFACT_BYTES, PART_BYTES, File
 
 STREAM_BYTES = 4 * ARTIFACT_BYTES  # read of one stream at most, whatever it claims to hold
 
@@ -15,20 +15,20 @@ class TooLong(Exception):
 
 
 class TarStream(io.RawIOBase):
-    """File object over the chunks of a tar stream, ending in TooLong after STREAM_BYTES."""
+    """File object over the chunks of a tar stream, ending in TooLong after `room` bytes."""
 
-    def __init__(self, chunks: Iterator[bytes]):
-        self.chunks = chunks
-        self.buffer = b""
-        self.room = STREAM_BYTES
+    def __init__(self, chunks: Iterator[bytes], room: float):
+        self.chunks, self.room = chunks, room
+        self.buffer, self.at = b"", 0
 
     def read(self, size: int = -1) -> bytes:
-        while len(self.buffer) < size and (chunk := next(self.chunks, b"")):
-            self.buffer += chunk
+        while len(self.buffer) < self.at + size and (chunk := next(self.chunks, b"")):
+            self.buffer, self.at = self.buffer[self.at :] + chunk, 0
             self.room -= len(chunk)
             if self.room < 0:
                 raise TooLong
-        data, self.buffer = self.buffer[:size], self.buffer[size:]
+        data = self.buffer[self.at : self.at + size]
+        self.at += len(data)
         return data
 
 
@@ -53,7 +53,7 @@ def unpack(chunks: Iterator[bytes], path: str, room: int, depth: int, cut: bool)
 
     `room` bytes in all are returned: longer files are left out, or cut.
     """
-    with tarfile.open(fileobj=TarStream(chunks), mode="r|") as archive:
+    with tarfile.open(fileobj=TarStream(chunks, STREAM_BYTES), mode="r|", bufsize=1 << 16) as archive:
         for member in archive:
             parts = PurePosixPath(member.name).parts[1:]
             target = str(PurePosixPath(path).joinpath(*parts))
@@ -66,3 +66,14 @@ def unpack(chunks: Iterator[bytes], path: str, room: int, depth: int, cut: bool)
                 data = content.read(room) if content else b""
                 room -= len(data)
                 yield File(target, data, member.mode & 0o777, int(member.mtime))
+
+
+def contents(chunks: Iterator[bytes]) -> Iterator[tuple[str, int, bytes]]:
+    """(path, size, part) of every regular file of a tar stream of "/", unbounded; an empty file is one empty part."""
+    with tarfile.open(fileobj=TarStream(chunks, float("inf")), mode="r|", bufsize=1 << 16) as archive:
+        for member in archive:
+            if content := archive.extractfile(member) if member.isreg() else None:
+                path = str(PurePosixPath("/", member.name))
+                yield path, member.size, content.read(PART_BYTES)
+                while part := content.read(PART_BYTES):
+                    yield path, member.size, part

@@ -11,24 +11,15 @@ import socket
 import struct
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import docker.errors
 import requests.exceptions
 
 from . import pty, shell
-from .archive import TooLong, pack, unpack
-from .records import (
-    ARTIFACT_BYTES,
-    ARTIFACT_DEPTH,
-    ARTIFACT_FILES,
-    File,
-    Result,
-    SandboxError,
-    Snapshot,
-)
+from .archive import TooLong, contents, pack, unpack
+from .records import ARTIFACT_BYTES, ARTIFACT_DEPTH, ARTIFACT_FILES, File, SandboxError, Snapshot
 from .task import Task
 
 if TYPE_CHECKING:
@@ -36,6 +27,7 @@ if TYPE_CHECKING:
 
 OUTER = 'trap "exit 0" USR1; s=0; while :; do /bin/bash --noprofile --norc -c "$1" bash $s; s=$?; done'
 API_SECONDS = 60
+_Parsed = TypeVar("_Parsed")
 FAILURES = (docker.errors.DockerException, requests.exceptions.RequestException, OSError)
 
 # By these an agent could change who judges it: programs that exist, names that tests call, the loader, Python's hooks.
@@ -65,35 +57,19 @@ exit $(((memory > 0) + 2 * (n > 0) + 4 * (free * size < 1048576)))
 class DockerSandbox:
     """One container. Used by one thread at a time."""
 
-    def __init__(self, backend: "DockerBackend", name: str, user: str):
-        self._backend = backend
-        self._name = name
+    def __init__(self, backend: "DockerBackend", name: str, user: str, variables: dict[str, str]):
+        self._backend, self._name, self._variables = backend, name, variables
         self._user = user  # no other's processes may be looked into, not even by root
         self._closed = False
-        self._shell: shell.Shell | None = None
+        self.shell: shell.Shell | None = None
         self._pending = b""
         self._ended = False
         self._terminals: list[pty.Screen] = []
-        raw = backend.client.api.attach_socket(name, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
-        self._stream: socket.socket = raw._sock
-        self._raw = raw
-        self._stream.settimeout(None)
+        self._raw = backend.client.api.attach_socket(name, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+        self._stream: socket.socket = self._raw._sock
         self._stream.setblocking(False)
 
-    def open_shell(self) -> None:
-        self._shell = shell.Shell(self, self._script)
-
-    def run(self, command: str, timeout: float = 30.0, fresh: bool = False) -> Result:
-        """Run a command in the persistent shell, or with `fresh` in a new one; `timeout` in seconds."""
-        assert self._shell, "a verifier's sandbox has no shell"
-        return self._shell.run(command, timeout, fresh)
-
-    def read(self, path: str, limit: int = 1 << 20) -> bytes:
-        """The first `limit` bytes of a regular file; links are not followed. FileNotFoundError where there is none."""
-        data = self.fetch(path, limit)
-        if data is None:
-            raise FileNotFoundError(f"{path}: no regular file in the sandbox")
-        return data
+    run, read = shell.run, shell.read
 
     def write(self, path: str, data: bytes) -> None:
         self._api("put_archive", "/", pack([File(path, data, mtime=int(time.time()))]))
@@ -110,7 +86,7 @@ class DockerSandbox:
     def stop(self) -> None:
         """Kill every process; returns when the daemon confirms that the container is stopped."""
         try:
-            if self._shell or not self._ended:  # a verifier's end was heard
+            if self.shell or not self._ended:  # a verifier's end was heard
                 self._api("kill")
         except SandboxError:
             pass  # it ended by itself in between; what counts is the daemon's word below
@@ -120,7 +96,6 @@ class DockerSandbox:
             raise SandboxError(f"the container could not be stopped ({error})") from None
 
     def take(self, paths: Sequence[str]) -> list[File]:
-        """Directories and regular files at and below `paths`, bounded in number, bytes and depth."""
         files: list[File] = []
         room = ARTIFACT_BYTES
         for path in paths:
@@ -132,7 +107,6 @@ class DockerSandbox:
         return files
 
     def fetch(self, path: str, limit: int) -> bytes | None:
-        """Up to `limit` bytes of a regular file, or None."""
         return next((file.data for file in self.entries(path, limit, 0, cut=True) if file.data is not None), None)
 
     def wait(self, timeout: float) -> str:
@@ -161,9 +135,8 @@ class DockerSandbox:
         return Snapshot(image, tuple(sorted(tampered)))
 
     def terminal(self, rows: int = 40, columns: int = 160) -> pty.Screen:
-        """A login shell on a pseudo-terminal of its own, beside the persistent shell."""
         api = self._backend.client.api
-        variables = {**self._backend.variables(self._name), "TERM": "xterm-256color", "LINES": "", "COLUMNS": ""}
+        variables = {**self._variables, "TERM": "xterm-256color", "LINES": "", "COLUMNS": ""}
         with self._backend.execs:
             execution = self._api(
                 "exec_create", ["/bin/bash", "-l"], tty=True, stdin=True, environment=variables, user=self._user
@@ -173,19 +146,17 @@ class DockerSandbox:
                 api.exec_resize(execution, rows, columns)
             except FAILURES as error:
                 raise SandboxError(f"docker exec failed: {error}") from None
-        screen = pty.Screen(raw._sock.fileno(), raw)
+        screen = pty.Screen(raw)
         self._terminals.append(screen)
         return screen
 
     def exhausted(self, suspected: set[str]) -> tuple[str, ...]:
-        """Which of the resources a command's output complains of did run out, by the kernel's own
-        counts since the container's start."""
-        flags = self._script(_EXHAUSTED)
+        """By the kernel's own counts since the container's start."""
+        flags = self.script(_EXHAUSTED)
         bits = {"memory": 1, "processes": 2, "disk": 4}
         return tuple(sorted(name for name in suspected if flags & bits[name]))
 
     def close(self) -> None:
-        """Remove the container; harmless when repeated."""
         if not self._closed:
             self._closed = True
             for screen in self._terminals:
@@ -197,25 +168,12 @@ class DockerSandbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def send(self, data: bytes, deadline: float) -> None:
         self._require_open()
-        view = memoryview(data)
-        room = select.poll()
-        room.register(self._stream, select.POLLOUT)
-        while view:
-            if not room.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError
-            try:
-                view = view[self._stream.send(view) :]
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise SandboxError(f"the container is dead ({error})") from None
+        shell.write_all(self._stream.fileno(), data, deadline)
 
     def receive(self, seconds: float) -> bytes:
         self._require_open()
@@ -259,8 +217,7 @@ class DockerSandbox:
         except FAILURES as error:
             raise SandboxError(f"docker {method} failed: {error}") from None
 
-    def _script(self, text: str, *arguments: str) -> int:
-        """Exit status of a bash script run beside the agent's processes, as their user."""
+    def script(self, text: str, *arguments: str) -> int:
         command = ["/bin/bash", "--noprofile", "--norc", "-c", text, "bash", *arguments]
         with self._backend.execs:
             execution = self._api("exec_create", command, user=self._user)["Id"]
@@ -271,10 +228,14 @@ class DockerSandbox:
                 raise SandboxError(f"docker exec failed: {error}") from None
 
     def entries(self, path: str, room: int, depth: int, cut: bool = False) -> Iterator[File]:
-        """Regular files and directories at and below `path`, read from a tar stream that ends when too long.
+        """Regular files and directories at and below `path`, `room` bytes in all: longer files are left out, or cut."""
+        return self._archive(path, lambda chunks: unpack(chunks, path, room, depth, cut))
 
-        `room` bytes in all are returned: longer files are left out, or cut.
-        """
+    def contents(self) -> Iterator[tuple[str, int, bytes]]:
+        return self._archive("/", contents)
+
+    def _archive(self, path: str, parse: Callable[[Iterator[bytes]], Iterator[_Parsed]]) -> Iterator[_Parsed]:
+        """What `parse` makes of the tar stream of `path`, up to where that gets too long."""
         self._require_open()
         try:
             chunks, _ = self._backend.client.api.get_archive(self._name, path)
@@ -283,7 +244,7 @@ class DockerSandbox:
         except FAILURES as error:
             raise SandboxError(f"docker get_archive failed: {error}") from None
         try:
-            yield from unpack(chunks, path, room, depth, cut)
+            yield from parse(chunks)
         except TooLong:
             return
         except (tarfile.TarError, *FAILURES) as error:

@@ -8,7 +8,6 @@ import shlex
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import docker
@@ -18,13 +17,24 @@ from docker.types import LogConfig, Ulimit
 from . import artifacts, shell, toolchain
 from .archive import pack
 from .container import API_SECONDS, FAILURES, OUTER, DockerSandbox
-from .image import build_image, find_base
-from .records import AGENT_PROCESSES, REPORT_BYTES, File, Grade, SandboxError, Snapshot
+from .image import build_image, find_base, make_base
+from .records import AGENT_PROCESSES, REPORT_BYTES, RESULT_FILES, File, Grade, SandboxError, Snapshot
 from .task import Task
 
 HOME = "/root"
 _LABEL = "rsi.owner"
 _FILE_BYTES = 1 << 30
+
+
+def make_images(toolchain_too: bool) -> None:
+    """Make the base image, and the offline pytest's where asked for; prints how each came about."""
+    try:
+        client = docker.from_env(timeout=600)
+        print(make_base(client))
+        if toolchain_too:
+            print(toolchain.make_toolchain(client))
+    except docker.errors.DockerException as error:
+        raise SandboxError(f"no Docker daemon answers ({str(error).splitlines()[0]}): start one") from None
 
 
 class DockerBackend:
@@ -39,7 +49,7 @@ class DockerBackend:
         self.execs = threading.BoundedSemaphore(2 * starts)
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._live: dict[str, dict[str, str]] = {}  # the environment of each container of ours
+        self._live: set[str] = set()  # names of our containers
         self.labels = {_LABEL: _owner(os.getpid()), "rsi.run": self.run}
         self._build_lock = threading.Lock()
         self._images: dict[str, str] = {}
@@ -58,26 +68,17 @@ class DockerBackend:
         return self._local.client
 
     def start(self, task: Task) -> "DockerSandbox":
-        """A sandbox with the task's environment and the agent's shell in its working directory."""
         variables = shell.environment(dict(task.variables), HOME)
         command = [*shell.SHELL, OUTER, "bash", shell.driver(task.workdir, variables)]
         files = () if task.docker_only else task.environment
         sandbox = self._create(task, self._image(task), command, variables, files, user=task.agent_user)
-        try:
-            sandbox.open_shell()
-            shell.wait_until_healthy(sandbox, task.healthcheck)
-        except BaseException:
-            sandbox.close()
-            raise
+        shell.begin(sandbox, task.healthcheck)
         return sandbox
 
     def grade(self, task: Task, left: Sequence[File], snapshot: Snapshot | None = None) -> Grade:
-        """Run the task's tests in a clean container that holds what was `left` in place of the artifact paths, or in
-        a container of the `snapshot`, which this removes.
-        """
         variables = shell.environment({**dict(task.variables), **dict(task.verifier_variables)}, HOME)
         own = task.verifier_image or task.verifier_folder
-        volumes = toolchain.mount(self.client) if task.docker_only else {}
+        volumes = toolchain.mount(self.client, self.labels) if task.docker_only else {}
         if volumes:
             variables["PATH"] = f"{toolchain.ROOT}/bin:{variables['PATH']}"
         tests = [
@@ -107,18 +108,10 @@ class DockerBackend:
         finally:
             if snapshot:
                 self.forget(snapshot)
-        reward, report, rewards = (
-            found.get(f"/logs/verifier/{name}") for name in ("reward.txt", "ctrf.json", "reward.json")
-        )
+        reward, report, rewards = map(found.get, RESULT_FILES)
         return Grade(reward, report, output, rewards)
 
-    def variables(self, name: str) -> dict[str, str]:
-        """The environment of one of this backend's containers."""
-        with self._lock:
-            return dict(self._live[name])
-
     def forget(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot's image."""
         try:
             self.client.api.remove_image(snapshot.image, force=True)
         except docker.errors.ImageNotFound:
@@ -141,7 +134,7 @@ class DockerBackend:
         with self.starts:
             try:
                 with self._lock:
-                    self._live[name] = variables
+                    self._live.add(name)
                 api = self.client.api  # whose calls, unlike the client's, make no inspection of their own
                 limits = api.create_host_config(
                     binds=volumes,
@@ -173,7 +166,7 @@ class DockerBackend:
                     host_config=limits,
                 )
                 self.client.api.put_archive(name, "/", pack(files))
-                sandbox = DockerSandbox(self, name, user or "root")
+                sandbox = DockerSandbox(self, name, user or "root", variables)
                 self.client.api.start(name)
                 return sandbox
             except BaseException as error:
@@ -199,27 +192,22 @@ class DockerBackend:
             return self._images[key]
 
     def all(self) -> list[tuple[str, str, str, str]]:
-        """(name, run, process id of the owner, state) of every sandbox on this daemon."""
-        containers = self.client.containers.list(all=True, filters={"label": _LABEL}, ignore_removed=True)
-        return [
-            (found.name, found.labels.get("rsi.run", ""), found.labels[_LABEL].partition(" ")[0], found.status)
-            for found in containers
-        ]
-
-    def leftovers(self) -> dict[str, str]:
-        """Names of the containers and snapshots whose owning process on this machine is dead, and their runs."""
-        found = {}
-        for container in self.client.containers.list(all=True, filters={"label": _LABEL}, ignore_removed=True):
-            if _is_dead(container.labels[_LABEL]):
-                found[container.name] = container.labels.get("rsi.run", "")
-        for image in self.client.images.list(all=True, filters={"label": _LABEL}):
-            if _is_dead(image.labels[_LABEL]):
-                found[image.id] = image.labels.get("rsi.run", "")
-        return found
+        """(name, run, process id of the owner, state) of every sandbox and snapshot on this daemon; the state is
+        "leftover" where the owning process, on this machine, is dead.
+        """
+        wanted = {"all": True, "filters": {"label": _LABEL}}
+        containers = self.client.containers.list(**wanted, ignore_removed=True)
+        found = [(each.name, each.labels, each.status) for each in containers]
+        found += [(each.id, each.labels, "snapshot") for each in self.client.images.list(**wanted)]
+        rows = []
+        for name, labels, state in found:
+            state = "leftover" if _is_dead(labels[_LABEL]) else state
+            rows.append((name, labels.get("rsi.run", ""), labels[_LABEL].partition(" ")[0], state))
+        return rows
 
     def reap(self) -> dict[str, str]:
-        """Remove what `leftovers` names, and return it."""
-        found = self.leftovers()
+        """Remove the leftovers; returns their names, and the run of each."""
+        found = {name: run for name, run, _, state in self.all() if state == "leftover"}
         for name in found:
             if name.startswith("sha256:"):
                 self.forget(Snapshot(name, ()))
@@ -232,16 +220,13 @@ class DockerBackend:
             self.client.api.remove_container(name, force=True, v=True)
         except docker.errors.NotFound:
             pass
-        except docker.errors.APIError as error:
-            if error.status_code != 409:  # 409: being removed already
-                raise SandboxError(f"container {name} could not be removed ({error.explanation})") from None
         except FAILURES as error:
-            raise SandboxError(f"container {name} could not be removed ({error})") from None
+            if getattr(error, "status_code", 0) != 409:  # being removed already
+                raise SandboxError(f"container {name} could not be removed ({error})") from None
         with self._lock:
-            self._live.pop(name, None)
+            self._live.discard(name)
 
     def close(self) -> None:
-        """Remove every container of this backend."""
         with self._lock:
             live = list(self._live)
         for name in live:
@@ -250,9 +235,7 @@ class DockerBackend:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -2,10 +2,14 @@
 
 import shlex
 import stat
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from .records import File, TaskError
 
+BASE = "rsi-base:bookworm"  # made or tagged by `python -m rsi_sandbox image`
+# Images that another one, made here, may stand in for: by the beginning of the name. `--base NAME=LOCAL` adds to it.
+STAND_INS = {"debian:bookworm": BASE}
 _MAX_FOLDER_BYTES = 256 << 20
 
 
@@ -46,22 +50,21 @@ def read_folder(folder: Path, destination: str) -> list[File]:
     return files
 
 
+@dataclass
 class Image:
     """What the understood part of a Dockerfile says."""
 
-    def __init__(self) -> None:
-        self.base = ""
-        self.workdir = "/app"
-        self.files: list[File] = []
-        self.variables: dict[str, str] = {}
-        self.docker_only = ""
+    base: str = ""
+    workdir: str = "/app"
+    files: list[File] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    docker_only: str = ""
 
 
 def read_dockerfile(folder: Path) -> Image:
     file = folder / "Dockerfile"
     image = Image()
     workdir = "/"
-    seen_workdir = False
     for number, line in _logical_lines(read_text(file)):
         word, _, rest = line.partition(" ")
         where = f"{file}: line {number}: {word.upper()}"
@@ -73,7 +76,7 @@ def read_dockerfile(folder: Path) -> Image:
                 workdir = str(PurePosixPath(workdir) / rest)
                 if not is_clean_path(workdir):
                     raise TaskError(f"{where}: {rest!r} is not a directory below /; use an absolute path such as /app")
-                seen_workdir = True
+                image.workdir = workdir
             case "ENV":
                 image.variables |= _variables(where, rest)
             case "COPY" if not rest.startswith(("-", "[")) and "$" not in rest:
@@ -84,8 +87,6 @@ def read_dockerfile(folder: Path) -> Image:
                 )
     if not image.base:
         raise TaskError(f"{file}: FROM: missing; begin with FROM debian:bookworm")
-    if seen_workdir:
-        image.workdir = workdir
     if not image.base.startswith("debian:bookworm"):
         image.docker_only = image.docker_only or (
             f"{file}: FROM {image.base}: the local backend has debian:bookworm alone; use docker"
@@ -137,10 +138,8 @@ def _copy(where: str, folder: Path, rest: str, workdir: str) -> list[File]:
         if not path.resolve().is_relative_to(folder.resolve()):
             raise TaskError(f"{where}: {source!r}: lies outside environment/; copy it into the folder")
         if path.is_dir():
-            if path == folder:
-                files += [f for f in read_folder(path, destination) if f.path != f"{destination}/Dockerfile"]
-            else:
-                files += read_folder(path, destination)
+            own = f"{destination}/Dockerfile" if path == folder else ""
+            files += [file for file in read_folder(path, destination) if file.path != own]
             if not any(file.path == destination for file in files) and destination != "/":
                 files.insert(0, File(destination, None, 0o755))
         elif path.is_file():

@@ -1,23 +1,11 @@
 """The one interface of both backends."""
 
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
 from typing import Protocol, Self
 
+from .pty import Screen
 from .records import File, Grade, Result, Snapshot
 from .task import Task
-
-
-class Terminal(Protocol):
-    """A shell on a pseudo-terminal, for harnesses that type; ends with its sandbox. See `pty.Screen`."""
-
-    def type(self, keys: str, seconds: float) -> str:
-        """Type `keys`, wait `seconds`, and return what was written since the last call, cleaned and bounded."""
-        ...
-
-    def close(self) -> None:
-        """Hang up; harmless when repeated."""
-        ...
 
 
 class Sandbox(Protocol):
@@ -51,12 +39,18 @@ class Sandbox(Protocol):
         """Directories and regular files at and below `paths`, bounded in number, bytes and depth."""
         ...
 
+    def contents(self) -> Iterator[tuple[str, int, bytes]]:
+        """(path, size, part) of every regular file outside /proc, /sys, /dev and, in `local`, the host's own read-only
+        system; a file's parts, at most PART_BYTES each, follow each other, and an empty file has one. Unbounded.
+        """
+        ...
+
     def snapshot(self, task: Task) -> Snapshot:
         """The whole system as it is now; the sandbox is stopped or frozen."""
         ...
 
-    def terminal(self, rows: int = 40, columns: int = 160) -> Terminal:
-        """A login shell on a pseudo-terminal of its own, beside the persistent shell."""
+    def terminal(self, rows: int = 40, columns: int = 160) -> Screen:
+        """A login shell on a pseudo-terminal of its own, beside the persistent shell; ends with the sandbox."""
         ...
 
     def close(self) -> None:
@@ -65,9 +59,7 @@ class Sandbox(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class Backend(Protocol):
@@ -96,6 +88,4 @@ class Backend(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...

@@ -7,7 +7,6 @@ screen; here it is the exit status of run-tests.sh, which pytest sets, cross-che
 """
 
 import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,8 +186,8 @@ class _Yaml:
         if text.startswith("'"):
             return text[1 : text.rindex("'")].replace("''", "'")
         if text.startswith("[") and text.rstrip().endswith("]"):
-            parts = shlex.split(text.rstrip()[1:-1].replace(",", " , "))
-            return [self.scalar(" ".join(words)) for words in _split(parts) if words]
+            parts = re.findall(r"""\s*("(?:\\.|[^"\\])*"|'[^']*'|[^,]+)""", text.rstrip()[1:-1])
+            return [self.scalar(part.strip()) for part in parts if part.strip()]
         if text.startswith(("{", "&", "*", "!")) and text != "{}":
             raise self.error("is not understood")
         text = re.sub(r"\s+#.*", "", text).strip()
@@ -199,13 +198,3 @@ class _Yaml:
         if re.fullmatch(r"-?\d+\.\d*", text):
             return float(text)
         return {"null": None, "~": None, "{}": {}}.get(text, text)
-
-
-def _split(parts: list[str]) -> list[list[str]]:
-    groups: list[list[str]] = [[]]
-    for part in parts:
-        if part == ",":
-            groups.append([])
-        else:
-            groups[-1].append(part)
-    return groups

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import select
@@ -13,9 +14,8 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from . import artifacts, pty, shell
@@ -23,9 +23,9 @@ from .records import (
     AGENT_PROCESSES,
     DISK_MB,
     REPORT_BYTES,
+    RESULT_FILES,
     File,
     Grade,
-    Result,
     SandboxError,
     Snapshot,
     TaskError,
@@ -65,19 +65,13 @@ class LocalBackend:
             )
 
     def start(self, task: Task) -> "LocalSandbox":
-        """A sandbox with the task's environment and the agent's shell in its working directory."""
         variables = shell.environment(dict(task.variables), HOME)
         arguments = [*shell.SHELL, shell.driver(task.workdir, variables), "bash"]
         sandbox = self._build(task, task.environment, arguments, variables, task.agent_timeout, agent=True)
-        try:
-            shell.wait_until_healthy(sandbox, task.healthcheck)
-        except BaseException:
-            sandbox.close()
-            raise
+        shell.begin(sandbox, task.healthcheck)
         return sandbox
 
     def grade(self, task: Task, left: Sequence[File], snapshot: Snapshot | None = None) -> Grade:
-        """Run the task's tests in a clean environment that holds what was `left` in place of the artifact paths."""
         kept = artifacts.outside(task.environment, task.artifacts)
         files = [*kept, *left, File("/logs/verifier", None, 0o755), File("/tests", None, 0o755), *task.tests]
         variables = shell.environment({**dict(task.variables), **dict(task.verifier_variables)}, "/root")
@@ -86,8 +80,7 @@ class LocalBackend:
         try:
             output = sandbox.wait(task.verifier_timeout)
             sandbox.stop()
-            names = ("reward.txt", "ctrf.json", "reward.json")
-            reward, report, rewards = (sandbox.fetch(f"/logs/verifier/{name}", REPORT_BYTES) for name in names)
+            reward, report, rewards = (sandbox.fetch(path, REPORT_BYTES) for path in RESULT_FILES)
             return Grade(reward, report, output, rewards)
         finally:
             sandbox.close()
@@ -141,7 +134,6 @@ class LocalBackend:
                 raise
 
     def close(self) -> None:
-        """End the helper and, with it, every sandbox it started."""
         self._control.close()
         if self._spawner.poll() is None:
             self._spawner.kill()
@@ -150,24 +142,15 @@ class LocalBackend:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Descriptor:
-    def __init__(self, number: int):
-        self.number = number
-
-    def close(self) -> None:
-        os.close(self.number)
 
 
 class LocalSandbox:
     """One sandbox; its process 1 answers over `caller`. Used by one thread at a time."""
 
     def __init__(self, caller: socket.socket, message: dict[str, Any], files: Iterable[File]):
+        self.shell: shell.Shell | None = None
         self._caller = caller
         self._exit: int | None = None
         self._descriptors: list[int] = []
@@ -181,34 +164,21 @@ class LocalSandbox:
         self._poll = select.poll()
         self._poll.register(self._out, select.POLLIN)
         self._poll.register(caller, select.POLLIN)
-        try:
-            self._shell = shell.Shell(self, self._script) if message["agent"] else None
-        except SandboxError:
-            self.close()
-            raise
 
-    def run(self, command: str, timeout: float = 30.0, fresh: bool = False) -> Result:
-        """Run a command in the persistent shell, or with `fresh` in a new one; `timeout` in seconds."""
-        assert self._shell, "a verifier's sandbox has no shell"
-        return self._shell.run(command, timeout, fresh)
-
-    def read(self, path: str, limit: int = 1 << 20) -> bytes:
-        """The first `limit` bytes of a regular file; links are not followed. FileNotFoundError where there is none."""
-        data = self.fetch(path, limit)
-        if data is None:
-            raise FileNotFoundError(f"{path}: no regular file in the sandbox")
-        return data
+    run, read = shell.run, shell.read
 
     def write(self, path: str, data: bytes) -> None:
-        self._call({"op": "files"}, [File(path, data, mtime=int(time.time()))])
+        self._require_open()
+        self._send({"op": "files"}, [File(path, data, mtime=int(time.time()))])
+        self._confirm()
 
     def freeze(self) -> None:
         """Stop every process of the agent; returns when all of them are stopped."""
-        if self._script(shell.FREEZE):
+        if self.script(shell.FREEZE):
             raise SandboxError("the sandbox's processes could not be frozen")
 
     def thaw(self) -> None:
-        self._script(shell.THAW)
+        self.script(shell.THAW)
 
     def stop(self) -> None:
         """Kill every process; returns when the kernel says that the last one is gone."""
@@ -221,42 +191,41 @@ class LocalSandbox:
             raise SandboxError("the sandbox's processes could not be stopped")
 
     def take(self, paths: Sequence[str]) -> list[File]:
-        """Directories and regular files at and below `paths`, bounded in number, bytes and depth."""
-        return artifacts.Taker(self._root).take(paths)
+        self._require_open()
+        return artifacts.take(self._root, paths)
+
+    def contents(self) -> Iterator[tuple[str, int, bytes]]:
+        self._require_open()
+        return artifacts.contents(self._root)
 
     def snapshot(self, task: Task) -> Snapshot:
         raise AssertionError("a task that is verified in a snapshot is refused by `start`")
 
     def terminal(self, rows: int = 40, columns: int = 160) -> pty.Screen:
-        """A login shell on a pseudo-terminal of its own, beside the persistent shell."""
         master, slave = os.openpty()
         try:
             fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
             self._require_open()
             self._send({"op": "terminal", "arguments": ["/bin/bash", "-l"]})
             socket.send_fds(self._caller, [b"\0"], [slave])
-            while not self._receive().get("ok"):
-                pass
+            self._confirm()
         except BaseException:
             os.close(master)
             raise
         finally:
             os.close(slave)
-        screen = pty.Screen(master, _Descriptor(master))
+        screen = pty.Screen(io.FileIO(master, "rb"))
         self._terminals.append(screen)
         return screen
 
     def exhausted(self, suspected: set[str]) -> tuple[str, ...]:
-        """Which of the resources that a command complained of did run out. Memory and processes have limits a
-        process here, which leave no trace: they are believed; of the disk the free space is known.
-        """
+        """Memory and processes have limits a process here, which leave no trace: they are believed."""
         self._require_open()
         room = os.fstatvfs(self._root)
         full = room.f_bavail * room.f_frsize < 1 << 20 or room.f_favail < 16
         return tuple(sorted(suspected if full else suspected - {"disk"}))
 
     def close(self) -> None:
-        """End the sandbox; harmless when repeated."""
         for screen in self._terminals:
             screen.close()
         if self._descriptors:
@@ -270,9 +239,7 @@ class LocalSandbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def wait(self, timeout: float) -> str:
@@ -296,28 +263,12 @@ class LocalSandbox:
                 return collected.text()[0]
 
     def fetch(self, path: str, limit: int) -> bytes | None:
-        """Up to `limit` bytes of a regular file, or None."""
         self._require_open()
         return artifacts.fetch(self._root, path, limit)
 
     def send(self, data: bytes, deadline: float) -> None:
         self._require_open()
-        room = select.poll()
-        room.register(self._in, select.POLLOUT)
-        room.register(self._caller, 0)
-        view = memoryview(data)
-        while view:
-            events = dict(room.poll(max(0.0, deadline - time.monotonic()) * 1000))
-            if not events:
-                raise TimeoutError
-            if self._caller.fileno() in events:
-                raise SandboxError("the sandbox is dead")
-            try:
-                view = view[os.write(self._in, view) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError:
-                raise SandboxError("the sandbox is dead") from None
+        shell.write_all(self._in, data, deadline, witness=self._caller.fileno())
 
     def receive(self, seconds: float) -> bytes:
         self._require_open()
@@ -340,8 +291,7 @@ class LocalSandbox:
         if not self._descriptors:
             raise SandboxError("the sandbox is closed")
 
-    def _script(self, text: str, *arguments: str) -> int:
-        """Exit status of a bash script run as the sandbox's root."""
+    def script(self, text: str, *arguments: str) -> int:
         self._require_open()
         self._exit = None
         self._send({"op": "run", "arguments": ["/bin/bash", "--noprofile", "--norc", "-c", text, "bash", *arguments]})
@@ -349,9 +299,7 @@ class LocalSandbox:
             self._receive()
         return self._exit
 
-    def _call(self, message: dict[str, Any], files: Iterable[File] = ()) -> None:
-        self._require_open()
-        self._send(message, files)
+    def _confirm(self) -> None:
         while not self._receive().get("ok"):
             pass
 

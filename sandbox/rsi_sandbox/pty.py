@@ -11,14 +11,14 @@ from .shell import Output
 
 
 class Screen:
-    """The host's end of one pseudo-terminal; `owner` is closed with it.
+    """The host's end of one pseudo-terminal, `file`.
 
     Keys are bytes as a terminal sends them: "\\x03" is Ctrl-C, "\\x04" Ctrl-D, "\\x1b[A" the up arrow.
     """
 
-    def __init__(self, descriptor: int, owner: Any):
-        self._descriptor, self._owner = descriptor, owner
-        os.set_blocking(descriptor, False)
+    def __init__(self, file: Any):
+        self._descriptor, self._file = file.fileno(), file
+        os.set_blocking(self._descriptor, False)
 
     def type(self, keys: str, seconds: float) -> str:
         """Type `keys`, wait `seconds`, and return what was written since the last call: without control sequences,
@@ -56,4 +56,4 @@ class Screen:
         if self._descriptor >= 0:
             self._descriptor = -1
             with contextlib.suppress(OSError):
-                self._owner.close()
+                self._file.close()

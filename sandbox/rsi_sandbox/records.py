@@ -10,6 +10,8 @@ ARTIFACT_FILES = 10_000
 ARTIFACT_BYTES = 64 << 20
 ARTIFACT_DEPTH = 32
 REPORT_BYTES = 1 << 20
+RESULT_FILES = ("/logs/verifier/reward.txt", "/logs/verifier/ctrf.json", "/logs/verifier/reward.json")
+PART_BYTES = 4 << 20  # of a file that is searched, read at once
 FIXED_TIME = 1_767_225_600  # modification time of task files (2026-01-01 UTC): listings repeat exactly
 
 

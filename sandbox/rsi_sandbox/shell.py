@@ -6,14 +6,15 @@ its command, and output cannot forge the end: the nonce is random and still unre
 """
 
 import codecs
+import os
 import re
 import secrets
+import select
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
-from .interface import Sandbox
 from .records import FLOOD_BYTES, OUTPUT_BYTES, Result, SandboxError
 from .task import Healthcheck
 
@@ -166,41 +167,83 @@ _SIGNS = {
 }
 
 
-class Channel(Protocol):
-    """The two streams of a shell. All methods raise SandboxError when the sandbox is dead."""
+class Machine(Protocol):
+    """What both kinds of sandbox give their shell. All methods raise SandboxError when the sandbox is dead.
 
-    def exhausted(self, suspected: set[str]) -> tuple[str, ...]:
-        """Which of the suspected resources ("memory", "processes", "disk") did run out."""
+    `shell` is set by `begin`, never in a verifier's sandbox.
+    """
+
+    shell: "Shell | None"
+
+    def send(self, data: bytes, deadline: float) -> None:
+        """Write to the shell's input; raises TimeoutError at the deadline."""
         ...
-
-    def send(self, data: bytes, deadline: float) -> None: ...
 
     def receive(self, seconds: float) -> bytes:
         """What has arrived, waiting at most `seconds`; empty when nothing did."""
         ...
 
+    def script(self, text: str, *arguments: str) -> int:
+        """Exit status of a bash script run beside the agent's processes, by one who may kill them."""
+        ...
+
+    def exhausted(self, suspected: set[str]) -> tuple[str, ...]:
+        """Which of the suspected resources ("memory", "processes", "disk") did run out."""
+        ...
+
+    def fetch(self, path: str, limit: int) -> bytes | None:
+        """Up to `limit` bytes of a regular file, or None."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def write_all(descriptor: int, data: bytes, deadline: float, witness: int = -1) -> None:
+    """Write to a descriptor that does not block, until the deadline; the end of `witness`'s stream means death."""
+    room = select.poll()
+    room.register(descriptor, select.POLLOUT)
+    if witness >= 0:
+        room.register(witness, 0)
+    view = memoryview(data)
+    while view:
+        events = dict(room.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        if not events:
+            raise TimeoutError
+        try:
+            if witness in events:
+                raise BrokenPipeError
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:
+            continue
+        except OSError as error:
+            raise SandboxError(f"the sandbox is dead ({error!r})") from None
+
 
 class Shell:
-    """Runs commands in the driver at the other end of `channel`.
+    """Runs commands in the driver at the other end of the machine's two streams."""
 
-    `script(text, *arguments)` runs a bash script as the sandbox's root.
-    """
-
-    def __init__(self, channel: Channel, script: Callable[..., int]):
-        self.channel = channel
-        self.script = script
+    def __init__(self, machine: Machine):
+        self.machine = machine
         self.number = 0
         self.process = 0  # the shell's process id inside the sandbox
         self.offset = 0  # clock ticks since boot in the sandbox, less ours
-        end = _End(secrets.token_hex(16).encode())
-        self.channel.send(b"N %b\n" % end.nonce, time.monotonic() + _START_SECONDS)
         deadline = time.monotonic() + _START_SECONDS
+        end = self._greet(deadline)
         heard = b""
         while end.status is None:
             if time.monotonic() > deadline:
                 raise SandboxError(f"the shell did not start; it said {heard[-500:]!r}")
-            heard += end.feed(self.channel.receive(deadline - time.monotonic()))
+            heard += end.feed(machine.receive(deadline - time.monotonic()))
         self._learn(end)
+
+    def _greet(self, deadline: float) -> "_End":
+        """Ask for an end mark alone. What a shell before may have left unread of its last line ends here."""
+        end = _End(secrets.token_hex(16).encode())
+        try:
+            self.machine.send(b"\nN %b\n" % end.nonce, deadline)
+        except TimeoutError:
+            raise SandboxError("the shell takes no input") from None
+        return end
 
     def run(self, command: str, timeout: float, fresh: bool) -> Result:
         self.number += 1
@@ -214,9 +257,9 @@ class Shell:
         limit = "timeout"
         deadline = begun + timeout
         try:
-            self.channel.send(request, deadline)
+            self.machine.send(request, deadline)
             while (remaining := deadline - time.monotonic()) > 0:
-                collected.feed(end.feed(self.channel.receive(remaining)))
+                collected.feed(end.feed(self.machine.receive(remaining)))
                 if end.status is not None:
                     self._learn(end)
                     text, dropped = collected.text()
@@ -237,7 +280,7 @@ class Shell:
         suspected = {name for name, sign in _SIGNS.items() if sign.search(text)}
         suspected |= {"memory"} if status == 137 else set()
         certain = ("disk",) if status == 153 else ()  # the signal for a file above its size limit
-        return certain or (self.channel.exhausted(suspected) if suspected else ())
+        return certain or (self.machine.exhausted(suspected) if suspected else ())
 
     def _learn(self, end: "_End") -> None:
         self.process = end.process
@@ -246,20 +289,19 @@ class Shell:
     def _stop(self, end: "_End", begun: float) -> None:
         """Kill the running command's processes and bring the shell back, its state kept where that is possible."""
         since = int(begun * 100) + self.offset - 1
-        if self.script(KILL, "command", str(self.number), str(since), str(self.process)):
+        if self.machine.script(KILL, "command", str(self.number), str(since), str(self.process)):
             raise SandboxError("the processes of a timed-out command could not be killed")
         for grace, action in _GRACE:
             deadline = time.monotonic() + grace
             while (remaining := deadline - time.monotonic()) > 0:
-                end.feed(self.channel.receive(remaining))
+                end.feed(self.machine.receive(remaining))
                 if end.status is not None:
                     self._learn(end)
                     return
             if action:
-                self.script(KILL, action, str(self.number), "0", "0")
+                self.machine.script(KILL, action, str(self.number), "0", "0")
             if action == "restart":  # the old shell may have read the old nonce
-                end = _End(secrets.token_hex(16).encode())
-                self.channel.send(b"\nN %b\n" % end.nonce, time.monotonic() + grace)
+                end = self._greet(time.monotonic() + grace)
         raise SandboxError("the shell does not answer after a timed-out command")
 
 
@@ -295,16 +337,34 @@ class _End:
         return b"" if self.status is not None or self.pending.startswith(self.start) else self.pending
 
 
-def wait_until_healthy(sandbox: Sandbox, check: Healthcheck | None) -> None:
-    """Return when the task's health check succeeds; raises SandboxError when it has failed too often."""
-    if check is None:
-        return
-    begun, failures = time.monotonic(), 0
-    while True:
-        result = sandbox.run(check.command, check.timeout, fresh=True)
-        if result.exit_code == 0:
-            return
-        failures += time.monotonic() - begun >= check.start_period
-        if failures >= check.retries:
-            raise SandboxError(f"the health check {check.command!r} failed {failures} times: {result.output[-500:]!r}")
-        time.sleep(check.interval)
+def begin(machine: Machine, check: Healthcheck | None) -> None:
+    """Open the agent's shell; return when the health check succeeds. Where either fails the sandbox is closed."""
+    try:
+        machine.shell = Shell(machine)
+        begun, failures = time.monotonic(), 0
+        while check and (result := run(machine, check.command, check.timeout, fresh=True)).exit_code != 0:
+            failures += time.monotonic() - begun >= check.start_period
+            if failures >= check.retries:
+                said = result.output[-500:]
+                raise SandboxError(f"the health check {check.command!r} failed {failures} times: {said!r}")
+            time.sleep(check.interval)
+    except BaseException:
+        machine.close()
+        raise
+
+
+# These two are methods of both kinds of sandbox.
+
+
+def run(self: Machine, command: str, timeout: float = 30.0, fresh: bool = False) -> Result:
+    """Run a command in the persistent shell, or with `fresh` in a new one; `timeout` in seconds."""
+    assert self.shell, "a verifier's sandbox has no shell"
+    return self.shell.run(command, timeout, fresh)
+
+
+def read(self: Machine, path: str, limit: int = 1 << 20) -> bytes:
+    """The first `limit` bytes of a regular file; links are not followed. FileNotFoundError where there is none."""
+    data = self.fetch(path, limit)
+    if data is None:
+        raise FileNotFoundError(f"{path}: no regular file in the sandbox")
+    return data

@@ -121,14 +121,11 @@ class Fields:
             raise self.error(key, value, f"is not {names[kind]}", "correct it or leave it out")
         return value
 
-    def positive(self, key: str, default: float, minimum: float = 0.0) -> float:
+    def positive(self, key: str, default: float) -> float:
         self.read.add(key)
         value = self.fields.get(key, default)
-        if value is default:
-            return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value < float("inf"):
-            raise self.error(key, value, "is not a number above 0", "correct it")
-        if value == 0 and minimum == 0:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not default and not (number and 0 < value < float("inf")):
             raise self.error(key, value, "is not a number above 0", "correct it")
         return float(value)
 
@@ -173,12 +170,12 @@ class _Reader:
 
     def task(self, document: dict[str, Any]) -> Task:
         root = Fields(self.config, document)
-        root.value("version", str, ""), root.value("schema_version", str, ""), root.value("source", str, "")
+        for key in ("version", "schema_version", "source"):
+            root.value(key, str, "")
         about, metadata = root.table("task"), Fields(self.config, root.value("metadata", dict, {}), "metadata.")
-        for key in ("version", "description", "authors", "keywords"):
-            about.read.add(key)
+        about.read |= {"version", "description", "authors", "keywords"}
         environment, agent, verifier = root.table("environment"), root.table("agent"), root.table("verifier")
-        image, docker_only, prebuilt = self._image(environment)
+        image, prebuilt = self._image(environment)
         paths, excluded = self._artifacts(root, image.workdir)
         own = Fields(self.config, verifier.value("environment", dict, {}), "verifier.environment.")
         verifier.below.append(own)
@@ -188,6 +185,7 @@ class _Reader:
             raise verifier.error("environment_mode", where, "contradicts its own environment", "use 'separate'")
         several = root.value("steps", list, [])
         folder = self.folder.resolve()
+        tests = self._scripts(self.folder / "tests", "/tests")
         task = Task(
             folder=folder,
             name=about.value("name", str, folder.name) or folder.name,
@@ -199,10 +197,10 @@ class _Reader:
             memory_mb=self._memory(environment),
             network=self._network(environment),
             environment=tuple(image.files),
-            tests=tuple(self._tests(self.folder, required=not several)),
+            tests=tuple(tests) if several else self._tests(self.folder, tests),
             variables=(*image.variables.items(), *environment.variables("env")),
             base=image.base,
-            docker_only=docker_only,
+            docker_only=image.docker_only,
             family=metadata.value("family", str, ""),
             suite=metadata.value("suite", str, ""),
             checks=metadata.value("checks", int, 0),
@@ -210,7 +208,7 @@ class _Reader:
             excluded=excluded,
             cpus=environment.positive("cpus", 0.0),
             build_timeout=environment.positive("build_timeout_sec", 600.0),
-            build_folder=self.folder.resolve() / "environment",
+            build_folder=folder / "environment",
             image=prebuilt,
             verifier_image=own.value("docker_image", str, ""),
             verifier_folder=folder / "tests" if (self.folder / "tests" / "Dockerfile").is_file() else None,
@@ -223,13 +221,12 @@ class _Reader:
             final_step_counts=root.choice("multi_step_reward_strategy", "mean", "mean", "final") == "final",
         )
         if several:
-            task = replace(task, steps=tuple(self._step(task, root, number) for number in range(len(several))))
-        if not task.docker_only and (needs := self._needs_docker(task)):
-            task = replace(task, docker_only=f"{self.config}: {needs}: only docker can do this; use docker")
+            steps = tuple(self._step(task, root, number, entry) for number, entry in enumerate(several))
+            task = replace(task, steps=steps)
         unread = [f"{self.config.name}: {name}: not read" for name in root.unread()]
-        return replace(task, notes=(*self.notes, *unread))
+        return replace(task, notes=(*self.notes, *unread), docker_only=task.docker_only or self._docker_only(task))
 
-    def _needs_docker(self, task: Task) -> str:
+    def _docker_only(self, task: Task) -> str:
         needs = {
             "environment.docker_image": task.image,
             "verifier.environment": task.verifier_image or task.verifier_folder,
@@ -237,10 +234,10 @@ class _Reader:
             "agent.user": task.agent_user,
             "verifier.user": task.verifier_user,
         }
-        return next((field for field, value in needs.items() if value), "")
+        fields = [f"{self.config}: {name}: only docker can do this; use docker" for name, need in needs.items() if need]
+        return fields[0] if fields else ""
 
-    def _step(self, task: Task, root: Fields, number: int) -> Task:
-        entry = root.value("steps", list, [])[number]
+    def _step(self, task: Task, root: Fields, number: int, entry: Any) -> Task:
         if not isinstance(entry, dict):
             raise root.error(f"steps[{number}]", entry, "is not a table", "write [[steps]] with a name")
         step = Fields(self.config, entry, f"steps[{number}].")
@@ -250,10 +247,7 @@ class _Reader:
         if not re.fullmatch(r"[\w.-]+", name) or name.startswith(".") or not folder.is_dir():
             raise step.error("name", name, "names no folder below steps/", "give the step's folder name")
         agent, verifier = step.table("agent"), step.table("verifier")
-        shared = {file.path: file for file in task.tests}
-        tests = shared | {file.path: file for file in self._tests(folder, required=False)}
-        if "/tests/test.sh" not in tests:
-            raise TaskError(f"{folder / 'tests' / 'test.sh'}: file: missing; it must write /logs/verifier/reward.txt")
+        tests = [*task.tests, *self._scripts(folder / "tests", "/tests")]
         paths, excluded = self._artifacts(step, task.workdir) if "artifacts" in entry else (task.artifacts, ())
         return replace(
             task,
@@ -265,7 +259,7 @@ class _Reader:
             healthcheck=self._healthcheck(step) or task.healthcheck,
             artifacts=paths,
             excluded=excluded or task.excluded,
-            tests=tuple(tests.values()),
+            tests=self._tests(folder, tests),
             workdir_files=tuple(self._scripts(folder / "workdir", task.workdir)),
             solution=tuple(self._scripts(folder / "solution", "/solution")) or task.solution,
             min_reward=self._min_reward(step),
@@ -274,14 +268,16 @@ class _Reader:
     def _min_reward(self, step: Fields) -> Pairs | float | None:
         step.read.add("min_reward")
         value = step.fields.get("min_reward")
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-            return None if value is None else float(value)
+        if value is None:
+            return None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
         if isinstance(value, dict) and all(isinstance(least, int | float) for least in value.values()):
             return tuple((key, str(least)) for key, least in value.items())
         raise step.error("min_reward", value, "is neither a number nor a table of numbers", "correct it")
 
-    def _image(self, environment: Fields) -> tuple[Image, str, str]:
-        """(what the Dockerfile says, why only docker can build it, the prebuilt image's name)."""
+    def _image(self, environment: Fields) -> tuple[Image, str]:
+        """(what the Dockerfile says, the prebuilt image's name)."""
         prebuilt = environment.value("docker_image", str, "")
         folder = self.folder / "environment"
         for name in ("docker-compose.yaml", "docker-compose.yml"):
@@ -296,14 +292,13 @@ class _Reader:
                 environment.read.add(key)
                 self.notes.append(f"task.toml: environment.{key}: not enforced by docker; local has a fixed quota")
         if prebuilt and not (folder / "Dockerfile").exists():
-            image = Image()
-            image.base = prebuilt
+            image = Image(prebuilt)
         else:
             image = read_dockerfile(folder)
         image.workdir = environment.value("workdir", str, "") or image.workdir
         if not is_clean_path(image.workdir):
             raise environment.error("workdir", image.workdir, "is not a directory below /", "use /app")
-        return image, image.docker_only, prebuilt
+        return image, prebuilt
 
     def _memory(self, environment: Fields) -> int:
         text = environment.value("memory", str, "")
@@ -324,11 +319,8 @@ class _Reader:
     def _user(self, table: Fields) -> str:
         table.read.add("user")
         user = table.fields.get("user", "")
-        if (
-            isinstance(user, bool)
-            or not isinstance(user, str | int)
-            or not re.fullmatch(r"[\w.-]*(:[\w.-]+)?", f"{user}")
-        ):
+        named = isinstance(user, str | int) and not isinstance(user, bool)
+        if not (named and re.fullmatch(r"[\w.-]*(:[\w.-]+)?", f"{user}")):
             raise table.error("user", user, "is not a user", "give a name or a number")
         return "" if str(user) in ("root", "0") else str(user)
 
@@ -373,10 +365,12 @@ class _Reader:
             raise TaskError(f"{folder / 'instruction.md'}: instruction: empty; write what the agent has to do")
         return "\n".join(lines).strip()
 
-    def _tests(self, folder: Path, required: bool) -> list[File]:
-        if required and not (folder / "tests" / "test.sh").is_file():
+    def _tests(self, folder: Path, files: list[File]) -> tuple[File, ...]:
+        """The tests of a task or step; of files at one path, the last."""
+        tests = {file.path: file for file in files}
+        if "/tests/test.sh" not in tests:
             raise TaskError(f"{folder / 'tests' / 'test.sh'}: file: missing; it must write /logs/verifier/reward.txt")
-        return self._scripts(folder / "tests", "/tests")
+        return tuple(tests.values())
 
     def _scripts(self, folder: Path, destination: str) -> list[File]:
         """The folder's files, shell scripts with newlines as Linux needs them."""

@@ -6,15 +6,14 @@ libraries, so that it owes nothing to an image an agent has worked in.
 
 import hashlib
 import io
-import shutil
-import subprocess
 import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from .archive import pack
-from .records import File, SandboxError
+from .image import debootstrap
+from .records import File
 
 IMAGE, ROOT = "rsi-toolchain:bookworm", "/opt/rsi"
 REPORT = "/logs/verifier/ctrf.json"
@@ -107,17 +106,10 @@ def make_toolchain(client: Any) -> str:
     """Make sure that the toolchain's image exists; returns how it came about. Needs root and debootstrap."""
     if client.images.list(name=IMAGE):
         return f"{IMAGE} is there already"
-    if not shutil.which("debootstrap"):
-        raise SandboxError(f"install debootstrap to make {IMAGE}")
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "root"
-        command = ["debootstrap", "--variant=minbase", "--include=python3,python3-pytest", "bookworm", str(root)]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if done.returncode:
-            raise SandboxError(f"debootstrap failed ({done.returncode}): {(done.stdout + done.stderr)[-500:]}")
-        pack_toolchain(root, Path(folder) / "toolchain.tar")
+    with debootstrap("--include=python3,python3-pytest") as root, tempfile.NamedTemporaryFile(suffix=".tar") as archive:
+        pack_toolchain(root, Path(archive.name))
         repository, tag = IMAGE.split(":")
-        client.api.import_image_from_file(str(Path(folder) / "toolchain.tar"), repository=repository, tag=tag)
+        client.api.import_image_from_file(archive.name, repository=repository, tag=tag)
     return f"{IMAGE} was made by debootstrap"
 
 
@@ -142,14 +134,15 @@ def pack_toolchain(root: Path, archive: Path) -> None:
         _add_bytes(tar, f"{where}/lib/loader", loader.read_bytes(), 0o755)
 
 
-def mount(client: Any) -> dict[str, dict[str, str]]:
+def mount(client: Any, labels: dict[str, str]) -> dict[str, dict[str, str]]:
     """The toolchain's volume as docker's `volumes`, filled at its first use; empty where no toolchain was made."""
     if not client.images.list(name=IMAGE):
         return {}
     name = f"rsi-toolchain-{hashlib.sha256(repr((PROGRAMS, _PLUGIN)).encode()).hexdigest()[:12]}"
     if not any(volume.name == name for volume in client.volumes.list()):
         # Docker fills a new volume with what the image has at that place; the programs are this version's.
-        container = client.containers.create(IMAGE, ["true"], volumes={name: {"bind": ROOT, "mode": "rw"}})
+        bound = {name: {"bind": ROOT, "mode": "rw"}}
+        container = client.containers.create(IMAGE, ["true"], volumes=bound, labels=labels)
         programs = [File(f"/bin/{program}", text.encode(), 0o755) for program, text in PROGRAMS.items()]
         container.put_archive(ROOT, pack([*programs, File("/lib/python3.11/rsi_ctrf.py", _PLUGIN.encode())]))
         container.remove()

@@ -7,24 +7,21 @@ import json
 import math
 import re
 import secrets
-import shutil
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .image import leaks
 from .interface import Backend, Sandbox
+from .leaks import leaks
 from .records import File, Result, SandboxError, TaskError, Verdict
 from .shell import exports
 from .task import Task
 from .verifier import judge, verify
-
-# Where an image may hold what an agent must not find, beside the working directory.
-_SEARCHED = ("/root", "/home", "/tmp", "/opt", "/srv", "/tests", "/solution", "/oracle", "/logs", "/usr/local/bin")
 
 
 @dataclass
@@ -62,12 +59,12 @@ def run_trial(backend: Backend, trial: Trial, folder: Path | None = None, search
     With `search`, what the agent's system holds of tests and solution is looked for first.
     """
     try:
-        with _Phase(trial, "environment_setup", "starting"):
+        with _phase(trial, "environment_setup", "starting"):
             sandbox = backend.start(trial.task)
         with sandbox:
             if search:
-                found = sandbox.take((trial.task.workdir, *_SEARCHED))
-                trial.leaks = leaks(((file.path, file.data) for file in found if file.data), trial.task)
+                trial.outcome = "searching for leaks"
+                trial.leaks = leaks(sandbox, trial.task)
             timed_out = _attempt(backend, trial, sandbox)
         assert trial.verdict
         passed = "tampered" if trial.verdict.tampered else "passed" if trial.verdict.strict else "failed"
@@ -90,9 +87,9 @@ def _attempt(backend: Backend, trial: Trial, sandbox: Sandbox) -> bool:
                 sandbox.write(file.path, file.data)
         if any(file.path == f"{task.workdir}/setup.sh" for file in step.workdir_files):
             sandbox.run("bash setup.sh", step.agent_timeout, fresh=True)
-        with _Phase(trial, "agent_execution", f"agent: {step.name}" if task.steps else "agent"):
+        with _phase(trial, "agent_execution", f"agent: {step.name}" if task.steps else "agent"):
             timed_out |= _act(trial, step, sandbox)
-        with _Phase(trial, "verifier", "verifying"):
+        with _phase(trial, "verifier", "verifying"):
             last = step is steps[-1]
             verdict = verify(backend, step, sandbox) if last else judge(backend, step, sandbox)
         trial.steps.append((step.name, verdict))
@@ -147,26 +144,20 @@ def combine(task: Task, verdicts: list[Verdict]) -> Verdict:
     return Verdict(reward, checks, strict and not tampered, seconds, rewards, tampered)
 
 
-class _Phase:
+@contextmanager
+def _phase(trial: Trial, name: str, doing: str) -> Iterator[None]:
     """Notes a phase's beginning and end; where it comes again, the whole span."""
-
-    def __init__(self, trial: Trial, name: str, doing: str):
-        self.trial, self.name = trial, name
-        trial.outcome = doing
-        self.begun = trial.phases.get(name, (time.time(), 0.0))[0]
-
-    def __enter__(self) -> None:
-        self.trial.phases[self.name] = (self.begun, time.time())
-
-    def __exit__(self, *_: object) -> None:
-        self.trial.phases[self.name] = (self.begun, time.time())
+    trial.outcome = doing
+    begun = trial.phases.get(name, (time.time(), 0.0))[0]
+    trial.phases[name] = (begun, time.time())
+    try:
+        yield
+    finally:
+        trial.phases[name] = (begun, time.time())
 
 
 def write_trial(trial: Trial, folder: Path) -> None:
     """Write `<folder>/<trial>/` as Harbor does: config, result, log, agent/trajectory.json (ATIF), verifier/."""
-    target = folder / trial.name
-    for name in ("agent", "verifier"):
-        (target / name).mkdir(parents=True, exist_ok=True)
     texts = {
         "config.json": _json(_config(trial, folder)),
         "result.json": _json(result(trial, folder)),
@@ -183,9 +174,9 @@ def write_trial(trial: Trial, folder: Path) -> None:
         texts["verifier/ctrf.json"] = _json({"results": {"tool": {"name": "rsi_sandbox"}, "tests": tests}})
         texts["verifier/test-stdout.txt"] = verdict.output
     for name, text in texts.items():
-        (target / name).write_text(text, encoding="utf-8", errors="replace")
-    if not any((target / "verifier").iterdir()):
-        shutil.rmtree(target / "verifier")
+        path = folder / trial.name / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="replace")
 
 
 def _config(trial: Trial, folder: Path) -> dict[str, Any]:
@@ -209,6 +200,7 @@ def result(trial: Trial, folder: Path) -> dict[str, Any]:
     spans = {n: {"started_at": _moment(a), "finished_at": _moment(b)} for n, (a, b) in trial.phases.items()}
     times = [moment for phase in trial.phases.values() for moment in phase] or [time.time()]
     files: tuple[File, ...] = (*trial.task.environment, *trial.task.tests)
+    steps = [{"step_name": name, "verifier_result": {"rewards": step.rewards}} for name, step in trial.steps]
     return {
         "schema_version": 1,
         "id": str(uuid.uuid4()),
@@ -227,9 +219,7 @@ def result(trial: Trial, folder: Path) -> dict[str, Any]:
         "started_at": _moment(min(times)),
         "finished_at": _moment(max(times)),
         **{name: spans.get(name) for name in ("environment_setup", "agent_setup", "agent_execution", "verifier")},
-        "step_results": [{"step_name": name, "verifier_result": {"rewards": v.rewards}} for name, v in trial.steps]
-        if trial.task.steps
-        else None,
+        "step_results": steps if trial.task.steps else None,
         "reward_valid": verdict is not None,
         "outcome": trial.outcome,
         "tampered": list(verdict.tampered) if verdict else [],
@@ -240,25 +230,15 @@ def result(trial: Trial, folder: Path) -> dict[str, Any]:
 
 def trajectory(trial: Trial) -> dict[str, Any]:
     """The trial's commands as an ATIF 1.6 document."""
-    steps: list[dict[str, Any]] = [
-        {"step_id": 1, "source": "user", "message": step.instruction}
-        for step in (trial.task.steps or (trial.task,))[:1]
-    ]
+    first = (trial.task.steps or (trial.task,))[0]
+    steps: list[dict[str, Any]] = [{"step_id": 1, "source": "user", "message": first.instruction}]
     for number, (command, outcome) in enumerate(trial.commands, 1):
-        call = f"call_{number}_1"
-        observation = {"source_call_id": call, "content": outcome.output}
-        steps.append(
-            {
-                "step_id": number + 1,
-                "source": "agent",
-                "message": "",
-                "tool_calls": [
-                    {"tool_call_id": call, "function_name": "bash_command", "arguments": {"command": command}}
-                ],
-                "observation": {"results": [observation]},
-                "extra": {"exit_code": outcome.exit_code, "limit": outcome.limit, "exhausted": list(outcome.exhausted)},
-            }
-        )
+        name = f"call_{number}_1"
+        call = {"tool_call_id": name, "function_name": "bash_command", "arguments": {"command": command}}
+        observation = {"results": [{"source_call_id": name, "content": outcome.output}]}
+        extra = {"exit_code": outcome.exit_code, "limit": outcome.limit, "exhausted": list(outcome.exhausted)}
+        step = {"step_id": number + 1, "source": "agent", "message": "", "tool_calls": [call]}
+        steps.append(step | {"observation": observation, "extra": extra})
     return {
         "schema_version": "ATIF-v1.6",
         "session_id": trial.name,
@@ -280,21 +260,10 @@ def summary(trials: list[Trial]) -> dict[str, Any]:
     }
 
 
-def each(trials: list[Trial], work: Callable[[Trial], Trial], jobs: int) -> None:
-    """Run the trials, at most `jobs` at once."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(jobs) as pool:
-        for done in [pool.submit(work, trial) for trial in trials]:
-            done.result()
-
-
 def with_verifier(task: Task, mode: str) -> Task:
     """The task judged in another mode than it asks for."""
     if mode == "snapshot" and not task.docker_only:
-        task = dataclasses.replace(
-            task, docker_only="a snapshot can be made by docker only", build_folder=task.folder / "environment"
-        )
+        task = dataclasses.replace(task, docker_only="a snapshot can be made by docker only")
     return dataclasses.replace(task, mode=mode)  # type: ignore[arg-type]
 
 

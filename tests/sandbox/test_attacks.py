@@ -6,13 +6,13 @@ change how the next task is judged.
 """
 
 import random
-import shutil
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+import docker
 import pytest
-from rsi_sandbox import Backend, Task, load_task, verify
+from rsi_sandbox import Backend, Sandbox, Task, load_task, verify
 from sandbox_tasks import SOLUTION, write_task
 
 from rsi.tiny.tasks import draw
@@ -120,18 +120,31 @@ def careless(tmp_path_factory: pytest.TempPathFactory) -> Task:
     return load_task(write_task(tmp_path_factory.mktemp("attacks") / "task", CARELESS))
 
 
+def files_on_host(backend: Backend, sandbox: Sandbox) -> list[Path]:
+    """Where the daemon keeps what is written in the container; of a local sandbox the host has nothing but memory.
+
+    (Free space would be a worse witness: whatever else this machine does changes it.)
+    """
+    if backend.kind == "local":
+        return []
+    storage = docker.from_env().api.inspect_container(sandbox._name).get("GraphDriver", {}).get("Data") or {}  # type: ignore[attr-defined]
+    found = [Path(storage[name]) for name in ("UpperDir", "WorkDir") if name in storage]
+    assert all(path.is_dir() for path in found), "the daemon's files are not here"
+    return found
+
+
 @pytest.mark.parametrize("name", ATTACKS)
 def test_no_attack_scores(backend: Backend, careless: Task, name: str) -> None:
     attack = ATTACKS[name]
-    free = shutil.disk_usage("/").free
     begun = time.monotonic()
     sandbox = backend.start(careless)
+    written = files_on_host(backend, sandbox)
     sandbox.run(attack.script, timeout=attack.timeout)
     verdict = verify(backend, careless, sandbox)
     assert (verdict.reward, verdict.strict, verdict.checks) == (0.0, False, {"content": False})
     assert time.monotonic() - begun < attack.timeout + 90, "something hung"
     # The host and the next task are as they were.
-    assert shutil.disk_usage("/").free > free - (2 << 30), "the disk fill's 2.8 GB are still there"
+    assert not any(path.exists() for path in written), "what the agent wrote is still there"
     with backend.start(careless) as sandbox:
         assert sandbox.run("ls -A; ls -A /tmp; ls -d /tests /logs 2>/dev/null").output == "words.txt\n"
         sandbox.run(SOLUTION)

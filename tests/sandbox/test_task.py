@@ -1,6 +1,9 @@
 """Task folders: what is read, and what each mistake is answered with."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,3 +130,31 @@ def test_check_command(backend: Backend, tmp_path: Path, capsys: pytest.CaptureF
     shutil.rmtree(good / "tests")
     assert main(["check", "--sandbox", backend.kind, str(good)]) == 2
     assert "tests/test.sh: file: missing" in capsys.readouterr().err
+
+
+# The command line where the docker package is not installed, and where it is but no daemon answers.
+ABSENT = "import sys; sys.modules['docker'] = None\n"
+PROGRAM = "import sys\nfrom rsi_sandbox.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [(ABSENT, "the Python package docker is missing"), ("", "no Docker daemon answers")],
+    ids=["no package", "no daemon"],
+)
+def test_local_needs_nothing_of_docker(tmp_path: Path, before: str, reason: str) -> None:
+    folder = write_task(tmp_path / "task")
+
+    def call(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-c", before + PROGRAM, *arguments]
+        environment = {**os.environ, "DOCKER_HOST": f"unix://{tmp_path}/no-daemon"}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+
+    for kind, why in (("local", "asked for"), ("auto", reason)):
+        for command in ("run", "check"):
+            done = call(command, str(folder), "--sandbox", kind)
+            assert done.returncode == 0 and f"sandbox local: {why}" in done.stdout, done
+    for arguments in (("check", str(folder), "--sandbox", "docker"), ("list",), ("reap",), ("image", "--toolchain")):
+        done = call(*arguments)
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert done.stderr.count("\n") == 1 and f"rsi_sandbox: {reason}" in done.stderr, done
