@@ -42,12 +42,8 @@ def use_triton(impl: str, tensor: Tensor) -> bool:
 
 def traced(tensor: Tensor) -> bool:
     """Whether someone records ops (torch.compile, export, fake and meta tensors, any dispatch mode)."""
-    return (
-        torch.compiler.is_compiling()
-        or type(tensor) not in (Tensor, torch.nn.Parameter)
-        or tensor.is_meta
-        or is_in_torch_dispatch_mode()
-    )
+    recording = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    return recording or tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter)
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

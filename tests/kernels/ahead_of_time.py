@@ -184,7 +184,8 @@ def main(target: str) -> None:
         launch_beyond_32_bits()
     rows = {}
     for name, kernel in launches:
-        found = resources(kernel) | {"wide_loads": wide_loads(kernel), "float64": "f64" in kernel.asm.get("ptx", "")}
+        text = kernel.asm["ptx"] if "ptx" in kernel.asm else kernel.asm["amdgcn"]
+        found = resources(kernel) | {"wide_loads": wide_loads(kernel), "float64": "f64" in text}
         rows[id(kernel)] = {"kernel": name, "signature": str(kernel.src.signature), **found}
     counts = variants(gae, target) | variants(policy, target) | variants(lambda n: value(n, 64, torch.float32), target)
     counts |= variants(lambda n: head(n, 300, torch.bfloat16), target)
