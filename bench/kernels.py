@@ -1,5 +1,7 @@
 """Every op of rsi_kernels beside its plain-torch reference, torch.compile of that, and Liger-Kernel where installed.
 
+Below them the trainer's own rms_norm, rope and swiglu, beside torch's: why the package has no kernels for those.
+
     python bench/kernels.py                 CPU or CUDA, whichever torch sees
     python bench/kernels.py --quick         small shapes, for a look
 
@@ -23,10 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from gae_peers import chunked_scan, conversation
 from rsi_kernels import flags_from, gated_delta_rule, linear_logprob, ppo_loss, reference, tb_gae, value_loss
 from rsi_kernels.gated_delta_rule import recurrent
 from torch import Tensor
+
+from rsi import model
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -79,7 +84,7 @@ def head_case(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> C
 
     target = torch.arange(tokens, device=DEVICE) * 7919 % vocabulary
     baselines: dict[str, Step] = {"reference": reference.linear_logprob}
-    if CUDA and find_spec("liger_kernel"):
+    if find_spec("liger_kernel"):
         baselines["liger"] = liger
     leaves = [random(tokens, width, dtype=dtype), random(vocabulary, width, dtype=dtype, scale=width**-0.5)]
     return Case(
@@ -133,11 +138,11 @@ def gae_case(rows: int, tokens: int) -> Case:
     return Case("tb_gae", shape, [], others, ours, baselines, bytes=17.0 * rows * tokens, compiles=False)
 
 
-def delta_case(tokens: int, heads: int, channels: int) -> Case:
-    query, key = (torch.nn.functional.normalize(random(1, tokens, heads, channels, grad=False), dim=-1) for _ in "qk")
-    value, gate = random(1, tokens, heads, channels), random(1, tokens, heads, grad=False)
+def delta_case(tokens: int, heads: int, channels: int, dtype: torch.dtype) -> Case:
+    query, key = (F.normalize(random(1, tokens, heads, channels, grad=False), dim=-1).to(dtype) for _ in "qk")
+    value, gate = random(1, tokens, heads, channels, dtype=dtype), random(1, tokens, heads, grad=False)
     leaves = [query.requires_grad_(), key.requires_grad_(), value]
-    leaves += [torch.nn.functional.logsigmoid(gate + 2).requires_grad_(), gate.sigmoid().requires_grad_()]
+    leaves += [F.logsigmoid(gate + 2).to(dtype).requires_grad_(), gate.sigmoid().to(dtype).requires_grad_()]
 
     def definition(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
         state = value.new_zeros(1, heads, channels, channels)
@@ -145,23 +150,60 @@ def delta_case(tokens: int, heads: int, channels: int) -> Case:
 
     # In chunks of 64: per token and head, four products of 64 x K or V, three of K x V; backward twice as many.
     flops = 3 * 2.0 * tokens * heads * (4 * 64 * channels + 3 * channels**2)
-    shape, baselines = f"T {tokens}, H {heads}, K = V = {channels}", {"reference": definition}
+    shape = f"T {tokens}, H {heads}, K = V = {channels}, {dtype}".replace("torch.", "")
+    baselines: dict[str, Step] = {"reference": definition}
     return Case("gated_delta_rule", shape, leaves, [], gated_delta_rule, baselines, flops=flops, compiles=False)
+
+
+def layer_cases(tokens: int, width: int, dtype: torch.dtype) -> list[Case]:
+    """The trainer's own `rms_norm`, `rope` and `swiglu`, autograd functions in plain torch, beside torch's."""
+
+    def norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return (model.rms_norm(x, weight, 1e-6),)
+
+    def torch_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return (F.rms_norm(x, (width,), weight, 1e-6),)
+
+    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        return (model.rotate(x, cos, sin),)
+
+    def plain_turn(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        first, second = x.chunk(2, -1)
+        return (x * cos.to(x.dtype) + torch.cat((second, first), -1) * sin.to(x.dtype),)
+
+    def gate(x: Tensor) -> tuple[Tensor, ...]:
+        return (model.swiglu(x),)
+
+    def plain_gate(x: Tensor) -> tuple[Tensor, ...]:
+        opening, up = x.chunk(2, -1)
+        return (F.silu(opening) * up,)
+
+    angle = random(tokens, 1, 32, grad=False)
+    cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
+    x, weight = random(tokens, width, dtype=dtype), random(width, dtype=dtype)
+    heads, gates = random(tokens, width // 64, 64, dtype=dtype), random(tokens, 2 * width, dtype=dtype)
+    size, shape = 1.0 * x.numel() * x.element_size(), f"N {tokens}, D {width}, {dtype}".replace("torch.", "")
+    return [
+        Case("rms_norm (trainer)", shape, [x, weight], [], norm, {"reference": torch_norm}, bytes=5 * size),
+        Case("rope (trainer)", shape, [heads], [cos, sin], turn, {"reference": plain_turn}, bytes=4 * size),
+        Case("swiglu (trainer)", shape, [gates], [], gate, {"reference": plain_gate}, bytes=8 * size),
+    ]
 
 
 def cases(quick: bool) -> list[tuple[Case, Case]]:
     """(small case for the check, case to time)."""
     small = [head_case(40, 16, 300, torch.float32), policy_case(300), critic_case(40, 96, torch.float32)]
-    small += [gae_case(3, 3000), delta_case(100, 2, 16)]
+    small += [gae_case(3, 3000), delta_case(100, 2, 16, torch.float32), *layer_cases(40, 128, torch.float32)]
     if CUDA and not quick:
         half = torch.bfloat16
         full = [[head_case(8192, 5120, 151936, half), head_case(32768, 5120, 248320, half)], [policy_case(1 << 20)]]
         full += [[critic_case(32768, 5120, half)], [gae_case(512, 4096), gae_case(64, 32768), gae_case(8, 131072)]]
-        full += [[delta_case(4096, 16, 128)]]
+        full += [[delta_case(4096, 16, 128, half)], *([case] for case in layer_cases(32768, 5120, half))]
     else:
         full = [[head_case(2048, 256, 8192, torch.float32)], [policy_case(1 << 18)]]
         full += [[critic_case(8192, 1024, torch.float32)], [gae_case(8, 4096), gae_case(4, 131072)]]
-        full += [[delta_case(512, 4, 64)]]
+        full += [[delta_case(512, 4, 64, torch.float32)]]
+        full += [[case] for case in layer_cases(8192, 1024, torch.float32)]
     return [(gate, case) for gate, group in zip(small, full, strict=True) for case in group]
 
 
@@ -263,6 +305,7 @@ def main() -> None:
     options = parser.parse_args()
     if not CUDA:
         torch.set_num_threads(1)
+        model.keep_freed_memory()  # as in training
     bandwidth, rate = speeds()
     card = torch.cuda.get_device_name() if CUDA else "CPU, one thread"
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "date": str(datetime.date.today())}
@@ -282,7 +325,7 @@ def main() -> None:
     table = []
     for gate, case in cases(options.quick):
         check(gate)
-        found = measure(case, 0.5 if options.quick else 4.0)
+        found = measure(case, 0.5 if options.quick else 2.0)
         floor = 1e3 * max(case.bytes / bandwidth, case.flops / rate)
         cells = [f"{x['own_ms']:.3g} ({x['wall_ms']:.3g})" if x else "–" for x in
                  (found.get(name) for name in ("ours", "reference", "compiled", "liger"))]  # fmt: skip

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 # A copied folder registers under its own name, so that it and an installed package can be loaded together.
 NAMESPACE = __name__.rpartition(".")[0].replace(".", "_") or "rsi_kernels"
@@ -37,6 +38,12 @@ def use_triton(impl: str, tensor: Tensor) -> bool:
     if not (tensor.is_cuda or compile_only or os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(f'impl="triton" needs CUDA tensors, got one on {tensor.device}; use impl="auto" or "torch"')
     return True
+
+
+def traced(tensor: Tensor) -> bool:
+    """Whether someone records ops (torch.compile, export, fake and meta tensors, any dispatch mode)."""
+    recording = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    return recording or tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter)
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

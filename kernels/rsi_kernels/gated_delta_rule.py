@@ -46,12 +46,12 @@ def gated_delta_rule(
         initial_state: [B, H, K, V]; packed [S, H, K, V].
         cu_seqlens: [S+1] offsets of sequences packed in one row (B = 1), or None.
         impl: "torch"; "fla" for flash-linear-attention's kernels (an error where it is not installed); "auto"
-            takes "fla" for CUDA tensors where it is installed.
+            takes "fla" for half-precision CUDA tensors where it is installed: it multiplies in less than float32.
 
     Returns:
-        (out [B, T, H, V] in the dtype of `value`, state like `initial_state`), state and arithmetic in float32, in
-        float64 if an input is. The torch path is deterministic and keeps 4 (5 C + 9 K + 2 V + K V / C) bytes a token
-        and head for its backward pass.
+        (out [B, T, H, V] in the dtype of `value`, state like `initial_state` in float32). The torch path computes in
+        float32, in float64 if an input is (then its state too), is deterministic and keeps
+        4 (5 C + 9 K + 2 V + K V / C) bytes a token and head for its backward pass.
 
     Raises:
         ValueError: wrong shapes or offsets, an unknown `impl`.
@@ -59,25 +59,30 @@ def gated_delta_rule(
     Source: Gated Delta Networks (arXiv 2412.06464); chunks in the WY form of arXiv 2406.06484.
     """
     sequences = _check_arguments(query, key, value, gate, beta, initial_state, cu_seqlens)
-    if impl == "auto":
-        impl = "fla" if value.is_cuda and find_spec("fla") is not None else "torch"
-    if impl == "fla":
-        return _flash_linear_attention(value.device)(query, key, value, gate, beta, initial_state, cu_seqlens)
-    if impl != "torch":
+    if impl not in ("auto", "torch", "fla"):
         raise ValueError(f"impl must be auto, torch or fla, got {impl!r}")
-    wide = torch.promote_types(torch.promote_types(query.dtype, value.dtype), torch.float32)
-    group = value.shape[2] // key.shape[2]
-    query, key = (x.to(wide).repeat_interleave(group, 2) if group > 1 else x.to(wide) for x in (query, key))
-    inputs = query * query.shape[-1] ** -0.5, key, value.to(wide), gate.to(wide), beta.to(wide)
+    if impl == "auto":
+        half = value.dtype in (torch.bfloat16, torch.float16)
+        impl = "fla" if half and value.is_cuda and find_spec("fla") is not None else "torch"
+    dtype, group = value.dtype, value.shape[2] // key.shape[2]
+    wide = torch.promote_types(torch.promote_types(query.dtype, dtype), torch.float32)
+    if impl == "torch":  # before the heads are repeated, whose gradients are then summed in `wide`
+        query, key, value, gate, beta = (x.to(wide) for x in (query, key, value, gate, beta))
+    if group > 1:
+        query, key = query.repeat_interleave(group, 2), key.repeat_interleave(group, 2)
+    if impl == "fla":
+        rule = _flash_linear_attention(value.device)
+        return rule(query, key, value, gate, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    inputs = query * query.shape[-1] ** -0.5, key, value, gate, beta
     if initial_state is None:
-        state = value.new_zeros(sequences, value.shape[2], key.shape[3], value.shape[3], dtype=wide)
+        state = value.new_zeros(sequences, value.shape[2], key.shape[3], value.shape[3])
     else:
         state = initial_state.to(wide)
     if cu_seqlens is not None:
         out, state = _packed(inputs, state, cu_seqlens)
     else:
         out, state = recurrent(*inputs, state) if value.shape[1] <= 2 else chunked(*inputs, state)
-    return out.to(value.dtype), state
+    return out.to(dtype), state
 
 
 def recurrent(
@@ -194,24 +199,7 @@ def _flash_linear_attention(device: torch.device) -> Rule:
     Several of its versions were miscompiled by some triton on some cards (its issues 984 and 913), silently.
     """
     chunk_gated_delta_rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-
-    def rule(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        gate: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        group = value.shape[2] // key.shape[2]
-        query, key = (x.repeat_interleave(group, 2) if group > 1 else x for x in (query, key))
-        out, state = chunk_gated_delta_rule(
-            query, key, value, gate, beta,
-            initial_state=initial_state, output_final_state=True, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
-        return out, state
-
+    rule: Rule = partial(chunk_gated_delta_rule, output_final_state=True)
     check_gradients(rule, device)
     return rule
 
@@ -219,7 +207,8 @@ def _flash_linear_attention(device: torch.device) -> Rule:
 def check_gradients(rule: Rule, device: torch.device, tolerance: float = 0.02) -> None:
     """Compare `rule` in bfloat16, forward and backward, with the torch path in float32 on the same inputs.
 
-    Two lengths (whole chunks and a ragged end) and a packed row, at 128 channels.
+    `rule` is called as `gated_delta_rule` is, with as many key as value heads: two lengths (whole chunks and a ragged
+    end) and a packed row, at 128 channels.
 
     Raises:
         RuntimeError: an output or gradient is off by more than `tolerance` of its root mean square.
@@ -237,7 +226,7 @@ def check_gradients(rule: Rule, device: torch.device, tolerance: float = 0.02) -
         for dtype in (torch.bfloat16, torch.float32):
             inputs = [x.to(device, torch.float32 if k == 3 else dtype).requires_grad_() for k, x in enumerate(raw)]
             call = rule if dtype == torch.bfloat16 else partial(gated_delta_rule, impl="torch")
-            out, state = call(*inputs, None, packed)
+            out, state = call(*inputs, initial_state=None, cu_seqlens=packed)
             gradients = torch.autograd.grad(out, inputs, upstream.to(out.dtype))
             found.append([x.detach().double() for x in (out, state, *gradients)])
         names = ("out", "state", "d query", "d key", "d value", "d gate", "d beta")

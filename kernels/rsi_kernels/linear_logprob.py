@@ -81,7 +81,10 @@ def _forward(
     hidden: Tensor, weight: Tensor, target: Tensor, temperature: Tensor, ignore_index: int, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logprob, entropy, log of the sum of exponentials), each [N]."""
-    triton = use_triton(impl, hidden)
+    if use_triton(impl, hidden):
+        from .linear_logprob_triton import accumulate
+    else:
+        accumulate = _accumulate
     kept = _kept(target, ignore_index)
     rows = [_take(x, kept) for x in (hidden, target)]
     scale = _take(temperature, kept) if temperature.numel() > 1 else temperature
@@ -95,20 +98,14 @@ def _forward(
         factor = scale[chunk] if scale.numel() > 1 else scale
         for columns in _slices(weight.shape[0], hidden):
             logits_nv = _matmul(rows[0][chunk], weight[columns].T)
-            if triton:
-                from .linear_logprob_triton import accumulate
-            else:
-                accumulate = _accumulate
             accumulate(logits_nv, rows[1][chunk], factor, columns.start, state)
         peak, total, energy, chosen = state
         found[0, chunk] = chosen - peak - total.log()
         found[1, chunk] = total.log() - energy / total
         found[2, chunk] = peak + total.log()
-    if kept is None:
-        return found[0].clone(), found[1].clone(), found[2].clone()
-    whole = torch.zeros(3, target.numel(), device=hidden.device, dtype=wide)
-    whole[:, kept] = found
-    return whole[0].clone(), whole[1].clone(), whole[2].clone()
+    if kept is not None:
+        found = torch.zeros(3, target.numel(), device=hidden.device, dtype=wide).index_copy_(1, kept, found)
+    return found[0].clone(), found[1].clone(), found[2].clone()
 
 
 @_forward.register_fake
@@ -133,7 +130,10 @@ def _backward(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of hidden and weight; an empty tensor for one that is not needed."""
-    triton = use_triton(impl, hidden)
+    if use_triton(impl, hidden):
+        from .linear_logprob_triton import differentiate
+    else:
+        differentiate = _differentiate
     kept = _kept(target, ignore_index)
     h_ND, target_N, entropy_N, log_total_N = (_take(x, kept) for x in (hidden, target, entropy, log_total))
     scale = _take(temperature, kept) if temperature.numel() > 1 else temperature
@@ -148,10 +148,6 @@ def _backward(
             logits_nv = _matmul(h_ND[chunk], w_vD.T)
             factor = scale[chunk] if scale.numel() > 1 else scale
             parts = [None if x is None else x[chunk] for x in upstream]
-            if triton:
-                from .linear_logprob_triton import differentiate
-            else:
-                differentiate = _differentiate
             arguments = target_N[chunk], factor, entropy_N[chunk], log_total_N[chunk], columns.start
             grad_nv = differentiate(logits_nv, parts[0], parts[1], *arguments, hidden.dtype)
             if need_weight:

@@ -7,15 +7,18 @@ depends neither on how many tokens it has nor on how long the observations betwe
 Shape suffixes: B rows, T tokens, S sequences, N action tokens in row-major order, M turns in the same order.
 """
 
+import math
+from array import array
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .dispatch import NAMESPACE, use_triton
+from .dispatch import NAMESPACE, traced, use_triton
 
 # What one byte a token says; 0 at observations and padding. "Before" and "after" mean the neighbouring *action* token.
 ACTION, BOUNDARY_AFTER, BOUNDARY_BEFORE, SEGMENT_END = 1, 2, 4, 8
+LONG = 1 << 16  # elements from which on `_nonzero` gains by words
 
 
 def flags_from(action: Tensor, turn: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -29,13 +32,16 @@ def flags_from(action: Tensor, turn: Tensor, cu_seqlens: Tensor | None = None) -
     Raises:
         ValueError: wrong shapes or dtypes, offsets that do not cover all tokens, turns that decrease within a row.
     """
+    _check_layout({"action": action, "turn": turn}, cu_seqlens)
     nodes = _find_nodes(action, turn, cu_seqlens)
     flag_N = torch.full(nodes.index_N.shape, ACTION, dtype=torch.uint8, device=action.device)
-    flag_N[nodes.turn_last_M] += BOUNDARY_AFTER
-    flag_N[nodes.turn_last_M[:-1] + 1] += BOUNDARY_BEFORE
-    flag_N[nodes.row_last] += SEGMENT_END - BOUNDARY_AFTER
-    flag_N[nodes.row_last[:-1] + 1] -= BOUNDARY_BEFORE
-    return torch.zeros(action.shape, dtype=torch.uint8, device=action.device).put_(nodes.index_N, flag_N)
+    next_turn = nodes.bounds[1:][nodes.row_goes_on_M]
+    flag_N[next_turn - 1] += BOUNDARY_AFTER
+    flag_N[next_turn] += BOUNDARY_BEFORE
+    flag_N[nodes.row_last] += SEGMENT_END
+    flags = torch.zeros(action.shape, dtype=torch.uint8, device=action.device)
+    flags.view(-1).scatter_(0, nodes.index_N, flag_N)
+    return flags
 
 
 def tb_gae(
@@ -159,11 +165,12 @@ def _run(
     if bootstrap is not None and tuple(bootstrap.shape) != (rows,):
         raise ValueError(f"bootstrap must be one value a row, [{rows}], got {tuple(bootstrap.shape)}")
     constants = [None if x is None else x.detach() for x in (rewards, values, action, turn, flags, bootstrap)]
-    return _op(*constants, cu_seqlens, *(float(x) for x in factors), moments, impl)
+    arguments = (*constants, cu_seqlens, *(float(x) for x in factors), moments, impl)
+    # Nothing here has a gradient, so that without a tracer the op would add only its own cost, a tenth on a CPU.
+    return (_op if traced(values) else _compute)(*arguments)  # type: ignore[arg-type]
 
 
-@torch.library.custom_op(f"{NAMESPACE}::tb_gae", mutates_args=())
-def _op(
+def _compute(
     rewards: Tensor,
     values: Tensor,
     action: Tensor | None,
@@ -187,7 +194,7 @@ def _op(
             assert action is not None and turn is not None
             flags = flags_from(action, turn, cu_seqlens)
         if bootstrap is not None:
-            last = ((flags & SEGMENT_END) != 0).reshape(-1).nonzero().squeeze(1)
+            last = _nonzero(flags & SEGMENT_END)
             rewards = rewards.to(torch.float32).clone(memory_format=torch.contiguous_format)
             _add_bootstrap(rewards.view(-1), last, last, bootstrap, _offsets(values, cu_seqlens), gamma)
         return launch(rewards, values, flags, factors, moments)
@@ -201,26 +208,30 @@ def _op(
     measured = torch.zeros(3 if moments else 0, dtype=torch.float64, device=values.device)
     if nodes.index_N.numel() == 0:
         return advantages, returns, measured
-    reward_N = rewards.reshape(-1).index_select(0, nodes.index_N).double()
-    value_N = values.reshape(-1).index_select(0, nodes.index_N).double()
+    reward_N = _select(rewards, nodes.index_N).double()
+    value_N = _select(values, nodes.index_N).double()
     if bootstrap is not None:
         last = nodes.row_last
         _add_bootstrap(reward_N, last, nodes.index_N[last], bootstrap, _offsets(values, cu_seqlens), gamma)
-    if not torch.isfinite(reward_N.sum() + value_N.sum()):
+    by_turn = gamma_token == 1.0 and lambda_token == 1.0
+    return_N = (_returns_by_turn if by_turn else _returns_by_token)(reward_N, value_N, nodes, factors)
+    advantage_N = return_N - value_N
+    total = advantage_N.sum()
+    if not math.isfinite(total):  # every reward and value is part of it, and nothing cancels NaN or inf
         raise ValueError(
             "rewards, values and bootstrap must be finite at action tokens; "
             "look for the step at which the critic or the reward became NaN or inf"
         )
-    by_turn = gamma_token == 1.0 and lambda_token == 1.0
-    return_N = (_returns_by_turn if by_turn else _returns_by_token)(reward_N, value_N, nodes, factors)
     returns.view(-1).scatter_(0, nodes.index_N, return_N.to(values.dtype))
-    advantage_N = return_N.sub_(value_N)
     advantages.view(-1).scatter_(0, nodes.index_N, advantage_N.to(values.dtype))
     if moments:
-        mean = advantage_N.mean()
+        mean = total / advantage_N.numel()
         spread = (advantage_N - mean).square().sum()
         measured = torch.stack((torch.full_like(mean, advantage_N.numel()), mean, spread))
     return advantages, returns, measured
+
+
+_op = torch.library.custom_op(f"{NAMESPACE}::tb_gae", _compute, mutates_args=())
 
 
 @_op.register_fake
@@ -231,39 +242,46 @@ def _(rewards, values, *arguments):  # type: ignore[no-untyped-def]
 
 
 class _Nodes(NamedTuple):
-    """The N action tokens, and where turns and rows end among them."""
+    """The N action tokens, and the M turns that they fall into."""
 
     index_N: Tensor  # flat token index
-    turn_last_M: Tensor  # index among N of every turn's last action token
-    row_last: Tensor  # index among N of the last action token of every row that has one
+    bounds: Tensor  # [M+1], where among N each turn begins, and N
+    row_goes_on_M: Tensor  # bool: the next turn is of the same row
+
+    @property
+    def row_last(self) -> Tensor:
+        """Index among N of the last action token of every row that has one."""
+        return self.bounds[1:][~self.row_goes_on_M] - 1
 
 
 def _find_nodes(action: Tensor, turn: Tensor, cu_seqlens: Tensor | None) -> _Nodes:
-    _check_layout({"action": action, "turn": turn}, cu_seqlens)
     if turn.is_floating_point() or turn.dtype == torch.bool:
         raise ValueError(f"turn must be an integer tensor, got {turn.dtype}")
+    offsets_S = _offsets(action, cu_seqlens)
     index_N = _nonzero(action)
-    edge_S = torch.searchsorted(index_N, _offsets(action, cu_seqlens))
-    row_last = edge_S[1:][edge_S.diff() > 0] - 1
-    turn_N = turn.reshape(-1).index_select(0, index_N)
-    changes = turn_N[1:] != turn_N[:-1]
-    changes[row_last[:-1]] = False
-    boundary = _nonzero(changes)
-    backwards = boundary[turn_N[boundary + 1] < turn_N[boundary]]
-    if backwards.numel():
-        token = int(index_N[backwards[0] + 1])
+    turn_N = _select(turn, index_N)
+    inside_row, new_row = 1, 2  # where a turn can start
+    starts = torch.zeros(index_N.numel() + 1, dtype=torch.uint8, device=action.device)
+    torch.ne(turn_N[1:], turn_N[:-1], out=starts[1:-1])
+    starts[torch.searchsorted(index_N, offsets_S)] = new_row
+    bounds = _nonzero(starts)
+    turn_M, row_goes_on_M = turn_N[bounds[:-1]], starts[bounds[1:]] == inside_row
+    backwards = (turn_M[1:] < turn_M[:-1]) & row_goes_on_M[:-1]
+    if backwards.any():
+        later = int(backwards.nonzero()[0]) + 1
         raise ValueError(
-            f"turn decreases to {int(turn_N[backwards[0] + 1])} at flat token {token}; "
+            f"turn decreases to {int(turn_M[later])} at flat token {int(index_N[bounds[later]])}; "
             "number the turns of a row in the order they were sampled"
         )
-    return _Nodes(index_N, torch.cat((boundary, row_last)).sort().values, row_last)
+    return _Nodes(index_N, bounds, row_goes_on_M)
 
 
 def _read_nodes(flags: Tensor) -> _Nodes:
     index_N = _nonzero(flags)
-    flag_N = flags.reshape(-1).index_select(0, index_N)
-    turn_last_M = _nonzero(flag_N & (BOUNDARY_AFTER | SEGMENT_END))
-    return _Nodes(index_N, turn_last_M, turn_last_M[(flag_N[turn_last_M] & SEGMENT_END) != 0])
+    end_N = _select(flags, index_N).bitwise_and_(BOUNDARY_AFTER | SEGMENT_END)
+    last_M = _nonzero(end_N)
+    bounds = torch.cat((last_M.new_zeros(1), last_M + 1))
+    return _Nodes(index_N, bounds, end_N[last_M] == BOUNDARY_AFTER)
 
 
 def _add_bootstrap(
@@ -277,40 +295,39 @@ def _add_bootstrap(
 def _returns_by_turn(
     reward_N: Tensor, value_N: Tensor, nodes: _Nodes, factors: tuple[float, float, float, float]
 ) -> Tensor:
+    """return[i] = (rewards up to the end of i's turn + what follows it) - rewards before i, all counted from 0."""
     gamma, lam, _, _ = factors
-    last_M = nodes.turn_last_M
-    first_M = torch.cat((torch.zeros_like(last_M[:1]), last_M[:-1] + 1))
-    row_end = torch.searchsorted(last_M, nodes.row_last)
-    through_N = reward_N.cumsum(0)
-    before_N = through_N - reward_N
-    through_M = through_N[last_M]
-    # What follows a turn: the value and the return at the next turn's first token.
-    following_M = torch.zeros_like(through_M)
-    following_M[:-1] = gamma * (1.0 - lam) * value_N[first_M[1:]]
-    following_M[row_end] = 0.0
-    trace_M = torch.full_like(following_M, gamma * lam)
-    trace_M[row_end] = 0.0
-    turns = int(row_end.diff(prepend=row_end.new_full((1,), -1)).max())
-    first_return_M = _scan_backward(trace_M, through_M - before_N[first_M] + following_M, turns)
-    following_M[:-1] += trace_M[:-1] * first_return_M[1:]
-    shared_M = through_M + following_M
-    return torch.repeat_interleave(shared_M, last_M - first_M + 1, output_size=reward_N.numel()).sub_(before_N)
+    before = reward_N.new_zeros(reward_N.numel() + 1)
+    torch.cumsum(reward_N, 0, out=before[1:])
+    through_M, first_value_M = before[nodes.bounds[1:]], value_N[nodes.bounds[:-1]]
+    from_value, from_return = gamma * (1.0 - lam), gamma * lam
+    shared, total, next_value = array("d"), 0.0, 0.0
+    turns = (reversed(x.tolist()) for x in (through_M, first_value_M, nodes.row_goes_on_M))
+    for through, first_value, row_goes_on in zip(*turns, strict=True):
+        total = through + from_value * next_value + from_return * (total - through) if row_goes_on else through
+        next_value = first_value
+        shared.append(total)
+    shared.reverse()
+    shared_M = torch.frombuffer(shared, dtype=torch.float64).to(reward_N.device)
+    shared_N = shared_M.repeat_interleave(nodes.bounds.diff(), output_size=reward_N.numel())
+    return shared_N.sub_(before[:-1])
 
 
 def _returns_by_token(
     reward_N: Tensor, value_N: Tensor, nodes: _Nodes, factors: tuple[float, float, float, float]
 ) -> Tensor:
     gamma, lam, gamma_token, lambda_token = factors
+    turn_last_M, row_last = nodes.bounds[1:] - 1, nodes.row_last
     discount_N = torch.full_like(value_N, gamma_token)
-    discount_N[nodes.turn_last_M] = gamma
+    discount_N[turn_last_M] = gamma
     trace_N = torch.full_like(value_N, gamma_token * lambda_token)
-    trace_N[nodes.turn_last_M] = gamma * lam
-    trace_N[nodes.row_last] = 0.0
+    trace_N[turn_last_M] = gamma * lam
+    trace_N[row_last] = 0.0
     next_value_N = torch.zeros_like(value_N)
     next_value_N[:-1] = value_N[1:]
-    next_value_N[nodes.row_last] = 0.0
+    next_value_N[row_last] = 0.0
     delta_N = reward_N + discount_N * next_value_N - value_N
-    longest = int(nodes.row_last.diff(prepend=nodes.row_last.new_full((1,), -1)).max())
+    longest = int(row_last.diff(prepend=row_last.new_full((1,), -1)).max())
     return _scan_backward(trace_N, delta_N, longest) + value_N
 
 
@@ -329,19 +346,20 @@ def _scan_backward(factor: Tensor, term: Tensor, longest: int) -> Tensor:
 
 
 def _nonzero(x: Tensor) -> Tensor:
-    """Flat indices of the nonzero elements. Bytes are looked at eight at a time: most words of a batch are all 0."""
-    if x.dtype not in (torch.bool, torch.uint8):
-        x = x != 0
-    flat = x.reshape(-1).view(torch.uint8)
-    words = flat.numel() // 8
-    if flat.is_cuda or flat.storage_offset() % 8 or words == 0:
+    """Flat indices of the nonzero elements. Many bytes are looked at eight at a time: most words are all 0."""
+    flat = x.reshape(-1)
+    if flat.is_cuda or flat.element_size() > 1 or flat.numel() < LONG:
         return flat.nonzero().squeeze(1)
-    filled = flat[: 8 * words].view(torch.int64).nonzero()
-    inside = flat[: 8 * words].view(-1, 8).index_select(0, filled.squeeze(1)).reshape(-1).nonzero().squeeze(1)
-    index = (filled * 8 + torch.arange(8)).view(-1).index_select(0, inside)
-    if flat.numel() == 8 * words:
-        return index
-    return torch.cat((index, flat[8 * words :].nonzero().squeeze(1) + 8 * words))
+    if flat.numel() % 8 or flat.storage_offset() % 8 or not flat.is_contiguous():
+        flat = torch.cat((flat, flat.new_zeros(-flat.numel() % 8)))
+    filled = flat.view(torch.int64).nonzero()
+    inside = flat.view(-1, 8).index_select(0, filled.squeeze(1)) != 0
+    return (8 * filled + torch.arange(8)).masked_select(inside)
+
+
+def _select(x: Tensor, index: Tensor) -> Tensor:
+    """Elements by flat index."""
+    return x.reshape(-1).index_select(0, index)
 
 
 def _offsets(like: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import triton
-from rsi_kernels import dispatch, linear_logprob, ppo_loss, tb_gae, value_loss
+from rsi_kernels import dispatch, linear_logprob, losses_triton, ppo_loss, tb_gae, tb_gae_triton, value_loss
 from rsi_kernels.tb_gae import flags_from, tb_gae_with_moments
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -159,6 +159,14 @@ def launch_everything() -> None:
     head(1, 1024, torch.bfloat16)
 
 
+def launch_beyond_32_bits() -> None:
+    """Sizes that need 64 bits are other binaries; the launchers alone, on tensors without memory."""
+    x = torch.empty(2**31 + 16, device="meta")
+    losses_triton.ppo_loss((x, x, x, x.bool(), x, x), (0.2, 0.2, 3.0, 0.1, "k3"))
+    losses_triton.value_loss(x[:, None], x[:1], x[:1], x, x, None, 0.2)
+    tb_gae_triton.launch(x[None], x[None], x[None].to(torch.uint8), (0.99, 0.95, 1.0, 1.0), False)
+
+
 def variants(launch: Callable[[int], None], target: str) -> dict[str, int]:
     """How many binaries each kernel needs over all LENGTHS."""
     with compiling(target) as launches:
@@ -173,9 +181,11 @@ def variants(launch: Callable[[int], None], target: str) -> dict[str, int]:
 def main(target: str) -> None:
     with compiling(target) as launches:
         launch_everything()
+        launch_beyond_32_bits()
     rows = {}
     for name, kernel in launches:
-        found = resources(kernel) | {"wide_loads": wide_loads(kernel), "float64": "f64" in kernel.asm.get("ptx", "")}
+        text = kernel.asm["ptx"] if "ptx" in kernel.asm else kernel.asm["amdgcn"]
+        found = resources(kernel) | {"wide_loads": wide_loads(kernel), "float64": "f64" in text}
         rows[id(kernel)] = {"kernel": name, "signature": str(kernel.src.signature), **found}
     counts = variants(gae, target) | variants(policy, target) | variants(lambda n: value(n, 64, torch.float32), target)
     counts |= variants(lambda n: head(n, 300, torch.bfloat16), target)

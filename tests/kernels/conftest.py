@@ -13,6 +13,9 @@ if not torch.cuda.is_available():
     assert "triton" not in sys.modules, "triton reads TRITON_INTERPRET once, when it is first imported"
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Some GPU containers turn TensorFloat-32 on from outside; the tests' tolerances are float32's.
+torch.set_float32_matmul_precision("highest")
+
 # `with torch.device(...)` lists torch's constructors once, at its first use: before one of them is replaced below.
 with torch.device("cpu"):
     torch.empty(0)

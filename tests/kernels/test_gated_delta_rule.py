@@ -1,6 +1,7 @@
 """The gated delta rule: chunked = recurrent = transformers', packed = padded, states hand over, gradients right."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,18 +11,24 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 130]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def draw(rows: int, tokens: int, heads: int = 2, key_heads: int = 2, seed: int = 0, dtype=torch.float64):
+def draw(rows: int, tokens: int, heads: int = 2, key_heads: int = 2, dtype=torch.float64, channels=(5, 3)):
     """query, key, value, gate, beta with 5 key and 3 value channels."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(rows, tokens, *shape, generator=generator, dtype=torch.float64)
 
-    query, key = normalize(normal(key_heads, 5), dim=-1), normalize(normal(key_heads, 5), dim=-1)
-    inputs = query, key, normal(heads, 3), logsigmoid(2 * normal(heads)), normal(heads).sigmoid()
-    return [x.to(dtype).requires_grad_() for x in inputs]
+    query, key = (normalize(normal(key_heads, channels[0]), dim=-1) for _ in range(2))
+    inputs = query, key, normal(heads, channels[1]), logsigmoid(2 * normal(heads)), normal(heads).sigmoid()
+    return [x.to(DEVICE, dtype).requires_grad_() for x in inputs]
+
+
+def draw_state(rows: int, heads: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, heads, 5, 3, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_()
 
 
 def by_definition(query, key, value, gate, beta, state):
@@ -43,7 +50,7 @@ def by_definition(query, key, value, gate, beta, state):
 def test_equals_its_definition(key_heads):
     with torch.no_grad():
         inputs = draw(2, 70, heads=4, key_heads=key_heads)
-        state = torch.randn(2, 4, 5, 3, dtype=torch.float64)
+        state = draw_state(2, 4)
         for ours, wanted in zip(gated_delta_rule(*inputs, state), by_definition(*inputs, state), strict=True):
             torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
 
@@ -51,11 +58,11 @@ def test_equals_its_definition(key_heads):
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_chunked_equals_recurrent_with_gradients(tokens):
     inputs = draw(2, tokens)
-    state = torch.randn(2, 2, 5, 3, dtype=torch.float64, requires_grad=True)
+    state = draw_state(2)
     found = []
     for rule in (chunked, recurrent):
         out, final = rule(*inputs, state)
-        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype).to(DEVICE)
         gradients = torch.autograd.grad((out * upstream).sum() + final.square().sum(), [*inputs, state])
         found.append([out, final, *gradients])
     for ours, wanted in zip(*found, strict=True):
@@ -64,16 +71,17 @@ def test_chunked_equals_recurrent_with_gradients(tokens):
 
 def test_gradcheck():
     inputs = draw(1, 9, heads=2, key_heads=1)
-    state = torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True)
+    state = draw_state(1)
     assert torch.autograd.gradcheck(gated_delta_rule, (*inputs, state))
-    assert torch.autograd.gradcheck(lambda *x: chunked(*x, chunk=4), (*draw(1, 7), state))
+    for rule in (recurrent, partial(chunked, chunk=4)):
+        assert torch.autograd.gradcheck(rule, (*draw(1, 7), state))
 
 
 def test_packed_equals_each_sequence_alone():
     lengths = [70, 0, 1, 17]
     inputs = draw(1, sum(lengths))
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    state = torch.randn(4, 2, 5, 3, dtype=torch.float64)
+    offsets = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
+    state = draw_state(4)
     out, final = gated_delta_rule(*inputs, state, offsets)
     upstream = torch.randn_like(out)
     gradients = torch.autograd.grad(out, inputs, upstream)
@@ -124,7 +132,7 @@ def test_equals_transformers():
 
 def test_dtypes_and_nothing_to_do():
     inputs = [x.detach().bfloat16() for x in draw(1, 20)]
-    out, state = gated_delta_rule(*inputs)
+    out, state = gated_delta_rule(*inputs, impl="torch")
     assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
     for rows, tokens in ((0, 4), (2, 0)):
         out, state = gated_delta_rule(*draw(rows, tokens))
@@ -132,16 +140,16 @@ def test_dtypes_and_nothing_to_do():
 
 
 def test_gradient_check_lets_only_a_right_rule_pass():
-    def right(*inputs):
-        return gated_delta_rule(*inputs, impl="torch")
+    def right(*inputs, **options):
+        return gated_delta_rule(*inputs, **options, impl="torch")
 
     check_gradients(right, torch.device("cpu"))
 
-    def ungated(query, key, value, gate, beta, state, offsets):
-        return right(query, key, value, gate * 0.9, beta, state, offsets)
+    def ungated(query, key, value, gate, beta, **options):
+        return right(query, key, value, gate * 0.9, beta, **options)
 
-    def stale_gradient(query, key, *rest):
-        return right(query, key.detach() + 0.9 * (key - key.detach()), *rest)
+    def stale_gradient(query, key, *rest, **options):
+        return right(query, key.detach() + 0.9 * (key - key.detach()), *rest, **options)
 
     for wrong, name in ((ungated, "out"), (stale_gradient, "d key")):
         with pytest.raises(RuntimeError, match=f"wrong on cpu: {name} is off"):
@@ -151,9 +159,12 @@ def test_gradient_check_lets_only_a_right_rule_pass():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wraps kernels that need a GPU")
 def test_flash_linear_attention_passes_the_check_on_this_card():
     pytest.importorskip("fla")
-    inputs = [x.detach().to("cuda", torch.bfloat16) for x in draw(1, 100)]
+    inputs = [x.detach() for x in draw(1, 100, heads=4, dtype=torch.bfloat16, channels=(64, 128))]
     for ours, wanted in zip(gated_delta_rule(*inputs), gated_delta_rule(*inputs, impl="torch"), strict=True):
         torch.testing.assert_close(ours.float(), wanted.float(), rtol=0.05, atol=0.02)
+    whole, exact = ([x.to(dtype) for x in inputs] for dtype in (torch.float32, torch.float64))
+    for ours, wanted in zip(gated_delta_rule(*whole), gated_delta_rule(*exact), strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-5)  # float32 is not fla's TF32
 
 
 @pytest.mark.parametrize(
@@ -177,6 +188,6 @@ def test_mistaken_options_are_named():
     with pytest.raises(ValueError, match="impl must be"):
         gated_delta_rule(*inputs, impl="triton")
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to 4"):
-        gated_delta_rule(*inputs, None, torch.tensor([0, 5]))
+        gated_delta_rule(*inputs, None, torch.tensor([0, 5], device=DEVICE))
     with pytest.raises(ValueError, match="initial_state must be"):
         gated_delta_rule(*inputs, torch.zeros(2, 2, 5, 3))

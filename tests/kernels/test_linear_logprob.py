@@ -62,7 +62,9 @@ def test_torch_equals_float64(tokens, vocabulary):
     compare(*draw(tokens, vocabulary), 0.7, "torch")
 
 
-@pytest.mark.parametrize(("tokens", "vocabulary"), [(0, 9), (1, 1), (1, 129), (7, 15), (8, 48), (8, 127), (15, 49)])
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary"), [(0, 9), (1, 1), (1, 129), (7, 15), (8, 48), (15, 127), (16, 49), (17, 33)]
+)
 def test_triton_equals_float64(tokens, vocabulary):
     compare(*draw(tokens, vocabulary), 0.7, "triton")
 
@@ -122,44 +124,11 @@ def test_one_output_unused_and_one_input_frozen(impl, use):
         right = torch.autograd.grad(wanted, frozen, up, retain_graph=True)
         for a, b in zip(found, right, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    alone = linear_logprob(hidden.detach(), weight, target, impl=impl).logprob
-    alone.sum().backward()
-    assert hidden.grad is None and weight.grad is not None
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_strides_of_inputs_and_upstream(impl):
-    """Transposed, sliced, expanded: a kernel that trusts a stride it has not looked at reads elsewhere."""
-    hidden, weight, target = draw(8, 60)
-    wanted = compare(hidden, weight, target, 1.0, impl)[1]
-    wide = torch.randn(8, 11, device=DEVICE)
-    wide[:, 3:9] = hidden.detach()
-    odd_hidden = wide[:, 3:9].requires_grad_()
-    odd_weight = weight.detach().T.contiguous().T.requires_grad_()
-    odd_target = torch.stack((target, target), 1)[:, 0]
-    up = torch.stack(upstream(8), 1)
-    assert not any(x.is_contiguous() for x in (odd_hidden, odd_weight, odd_target, up[:, 0]))
-    out = linear_logprob(odd_hidden, odd_weight, odd_target, impl=impl)
-    found = torch.autograd.grad(out, (odd_hidden, odd_weight), (up[:, 0], up[:, 1]))
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b)
-    expanded = torch.autograd.grad(linear_logprob(hidden, weight, target, impl=impl).logprob.sum(), (hidden, weight))
-    ones = torch.autograd.grad(
-        linear_logprob(hidden, weight, target, impl=impl).logprob, (hidden, weight), torch.ones(8, device=DEVICE)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(expanded, ones, strict=True))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_second_backward_and_a_second_call_are_the_same(impl):
-    hidden, weight, target = draw(9, 60)
-    out = linear_logprob(hidden, weight, target, impl=impl)
-    first = torch.autograd.grad(out, (hidden, weight), upstream(9), retain_graph=True)
-    torch.autograd.grad(out, (hidden, weight), [7 * x for x in upstream(9)], retain_graph=True)
-    again = torch.autograd.grad(out, (hidden, weight), upstream(9))
-    other = torch.autograd.grad(linear_logprob(hidden, weight, target, impl=impl), (hidden, weight), upstream(9))
-    for a, b, c in zip(first, again, other, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
+    for part, frozen in enumerate(((hidden, weight.detach()), (hidden.detach(), weight))):
+        out = linear_logprob(*frozen, target, impl=impl)
+        (found,) = torch.autograd.grad(out[use.index(True)], (hidden, weight)[part], up)
+        right = torch.autograd.grad(ours, (hidden, weight)[part], up, retain_graph=True)[0]
+        assert torch.equal(found, right)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

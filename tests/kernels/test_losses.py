@@ -159,13 +159,10 @@ def test_half_hidden_states_and_a_float32_head(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_frozen_trunk_frozen_head_and_a_second_backward(impl):
+def test_frozen_trunk_and_frozen_head(impl):
     (hidden, weight, bias), (old, returns, mask) = value_inputs(9, 6)
     whole = value_loss(hidden, weight, bias, old, returns, mask, impl=impl)
-    first = torch.autograd.grad(whole.loss, (hidden, weight, bias), retain_graph=True)
-    torch.autograd.grad(whole.loss * 5, (hidden, weight, bias), retain_graph=True)
-    again = torch.autograd.grad(whole.loss, (hidden, weight, bias))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    first = torch.autograd.grad(whole.loss, (hidden, weight, bias))
     head = value_loss(hidden.detach(), weight, bias, old, returns, mask, impl=impl).loss
     assert all(torch.equal(a, b) for a, b in zip(first[1:], torch.autograd.grad(head, (weight, bias)), strict=True))
     trunk = value_loss(hidden, weight.detach(), bias.detach(), old, returns, mask, impl=impl).loss
@@ -173,29 +170,44 @@ def test_frozen_trunk_frozen_head_and_a_second_backward(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_strides_and_leading_dimensions(impl):
+def test_leading_dimensions_and_the_shapes_of_a_linear_layer(impl):
     (hidden, weight, bias), (old, returns, mask) = value_inputs(12, 6)
     wanted = value_loss(hidden, weight, bias, old, returns, mask, impl=impl)
-    turned = hidden.detach().T.contiguous().T
-    columns = torch.stack((old, returns), 1)
-    found = value_loss(
-        turned, weight.detach().view(1, -1), bias.detach().view(()), columns[:, 0], columns[:, 1],
-        torch.stack((mask, mask), 1)[:, 0], impl=impl,
-    )  # fmt: skip
-    close(found.loss, wanted.loss, 1e-6)
-    folded = value_loss(
-        turned.view(3, 4, 6) if turned.is_contiguous() else turned.reshape(3, 4, 6), weight, bias,
-        old.view(3, 4), returns.view(3, 4), mask.view(3, 4), impl=impl,
-    )  # fmt: skip
-    assert folded.value.shape == (3, 4)
-    close(folded.loss, wanted.loss, 1e-6)
-    logprob, old_logprob, advantage, options = policy_inputs(12)
-    pair = torch.stack((logprob.detach(), advantage), 1)
-    plain = ppo_loss(logprob, old_logprob, advantage, **options, impl=impl).loss
-    strided = ppo_loss(pair[:, 0], old_logprob, pair[:, 1], **options, impl=impl).loss
-    assert torch.equal(plain, strided)
-    (expanded,) = torch.autograd.grad(plain.sum(), logprob)
-    assert torch.equal(expanded[~options["mask"]], torch.zeros_like(expanded[~options["mask"]]))
+    fold = [x.view(3, 4) for x in (old, returns, mask)]
+    folded = value_loss(hidden.view(3, 4, 6), weight.view(1, -1), bias.view(()), *fold, impl=impl)
+    assert folded.value.shape == (3, 4) and torch.equal(folded.loss, wanted.loss)
+    logprob, old, advantage, options = policy_inputs(12)
+    plain = ppo_loss(logprob, old, advantage, **options, impl=impl).loss
+    fold = [x.view(3, 4) for x in (logprob, old, advantage, options["mask"])]
+    assert torch.equal(ppo_loss(*fold, impl=impl).loss, plain.view(3, 4))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kept", [None, 0, 9, 16])
+def test_no_token_and_one_token_that_counts(impl, kept):
+    mask = torch.arange(17, device=DEVICE) == (-1 if kept is None else kept)
+    logprob, old, advantage, _ = policy_inputs(17)
+    leaves, (old_value, returns, _) = value_inputs(17, 6)
+    with torch.no_grad():
+        for x, start in (
+            (logprob, 0.1),
+            (old, 0.2),
+            (advantage, -2.0),
+            (leaves[0], 0.3),
+            (old_value, 0.4),
+            (returns, 3.0),
+        ):
+            x.fill_(math.nan)[mask] = start
+    exact = [x.detach().double().requires_grad_() for x in (logprob, *leaves)]
+    ours = ppo_loss(logprob, old, advantage, mask, impl=impl)
+    wanted = reference.ppo_loss(exact[0], old.double(), advantage.double(), mask)
+    critic = value_loss(*leaves, old_value, returns, mask, impl=impl)
+    right = reference.value_loss(*exact[1:], old_value.double(), returns.double(), mask)
+    for found, expected in zip((*ours, *critic), (*wanted, *right), strict=True):
+        close(found, expected, 1e-6)
+    found = torch.autograd.grad(ours.loss.sum() + critic.loss, (logprob, *leaves))
+    for a, b in zip(found, torch.autograd.grad(wanted[0].sum() + right[0], exact), strict=True):
+        close(a, b, 1e-6)
 
 
 def test_kl_estimators_by_enumeration():

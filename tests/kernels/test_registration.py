@@ -7,7 +7,18 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from rsi_kernels import dispatch, flags_from, gated_delta_rule, linear_logprob, ppo_loss, tb_gae, value_loss
+from rsi_kernels import (
+    dispatch,
+    flags_from,
+    gated_delta_rule,
+    linear_logprob,
+    ppo_loss,
+    tb_gae,
+    tb_gae_with_moments,
+    value_loss,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 OPS = {
     name: importlib.import_module(f"rsi_kernels.{name}")
@@ -31,6 +42,10 @@ def test_opcheck(impl, tokens):
     torch.library.opcheck(OPS["linear_logprob"]._forward, head)
     turned = (leaf(3, tokens).detach().T.requires_grad_(), leaf(3, 7).detach().T.requires_grad_(), *head[2:])
     torch.library.opcheck(OPS["linear_logprob"]._forward, turned)
+    _, entropy, log_total = (x.detach() for x in OPS["linear_logprob"]._forward(*head))
+    for needs in ((True, True), (False, True), (True, False)):
+        saved = (x.detach(), head[1].detach(), *head[2:4], entropy, log_total, -100, *needs, impl)
+        torch.library.opcheck(OPS["linear_logprob"]._backward, (entropy, None, *saved))
     numbers = [leaf(tokens), *(leaf(tokens).detach() for _ in range(2))]
     torch.library.opcheck(
         OPS["ppo_loss"]._op, (*numbers, numbers[1] > 0, None, numbers[2], 0.2, 0.3, 3.0, 0.1, "k3", impl)
@@ -47,8 +62,8 @@ def test_opcheck(impl, tokens):
 def whole_step(hidden, weight, bias, target, old, advantage, action, turn):  # type: ignore[no-untyped-def]
     """Every op of a PPO step in one graph."""
     logprob, entropy = linear_logprob(hidden, weight, target, 0.8)
-    gae, returns = tb_gae(advantage[None], old[None], action[None], turn[None])
-    policy = ppo_loss(logprob, old, gae[0], dual_clip=3.0)
+    gae, returns, moments = tb_gae_with_moments(advantage[None], old[None], action[None], turn[None])
+    policy = ppo_loss(logprob, old, gae[0] - moments[1].float(), dual_clip=3.0)
     critic = value_loss(hidden, weight[0], bias, old, returns[0])
     return policy.loss.sum() - 0.01 * entropy.sum() + critic.loss
 
@@ -69,18 +84,37 @@ def test_compiles_without_a_graph_break_and_without_recompiling_by_length():
             torch.testing.assert_close(a, b)
 
 
+def test_tb_gae_is_one_op_for_every_tracer():
+    """Called eagerly it goes round the dispatcher; what it computes is the same."""
+    batch = (
+        leaf(2, 6).detach(),
+        leaf(2, 6).detach(),
+        leaf(2, 6).detach() > -1,
+        torch.zeros(2, 6, device=DEVICE).long(),
+    )
+    graph = make_fx(lambda *x: tb_gae(*x))(*batch)
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"].count(
+        torch.ops.rsi_kernels.tb_gae.default
+    ) == 1
+    for ours, eager in zip(graph(*batch), tb_gae(*batch), strict=True):
+        assert torch.equal(ours, eager)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in batch]
+        assert tb_gae(*fake)[0].shape == (2, 6)
+    assert tb_gae(*fake)[1].shape == (2, 6)
+    assert tb_gae(*(x.to("meta") for x in batch))[0].device.type == "meta"
+
+
 def test_the_gated_delta_rule_compiles_without_a_graph_break():
-    inputs = [
-        leaf(1, 9, 2, 4),
-        leaf(1, 9, 2, 4),
-        leaf(1, 9, 2, 3),
-        -leaf(1, 9, 2).detach().abs(),
-        leaf(1, 9, 2).sigmoid(),
-    ]
-    ours, state = torch.compile(gated_delta_rule, fullgraph=True)(*inputs)
-    wanted, wanted_state = gated_delta_rule(*inputs)
-    torch.testing.assert_close(ours, wanted)
-    torch.testing.assert_close(state, wanted_state)
+    """Plain torch, so there is no op of its own to check."""
+    gate, beta = -leaf(1, 9, 4).detach().abs(), leaf(1, 9, 4).detach().sigmoid()
+    inputs = [leaf(1, 9, 2, 4), leaf(1, 9, 2, 4), leaf(1, 9, 4, 3), gate.requires_grad_(), beta.requires_grad_()]
+    found = []
+    for rule in (gated_delta_rule, torch.compile(gated_delta_rule, fullgraph=True)):
+        out, state = rule(*inputs)
+        found.append((out, state, *torch.autograd.grad(out.square().sum() + state.sum(), inputs)))
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_triton_is_refused_where_it_cannot_run(monkeypatch):

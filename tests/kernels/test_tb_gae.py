@@ -1,5 +1,6 @@
 """TB-GAE against its recursion, and every property that follows from its definition."""
 
+import importlib
 import math
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch import Tensor
 PROPERTY = settings(deadline=None, max_examples=60, derandomize=True)
 FACTOR = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.0, 1.0))
 NUMBER = st.floats(-10.0, 10.0, width=32)
+FACTORS = ("gamma", "lam", "gamma_token", "lambda_token")
 
 
 @dataclass
@@ -306,6 +308,23 @@ def test_mistakes_are_named(change, message):
         tb_gae(**{**good(), **change})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("factors", [(0.9, 0.8), (0.0, 0.0), (0.9, 0.8, 0.7, 0.6), (1.0, 0.0, 0.0, 1.0)])
+@pytest.mark.parametrize("planted", [math.nan, math.inf, -math.inf])
+def test_one_number_that_is_not_finite_is_found_anywhere(planted, factors):
+    """Even where a factor of 0 would leave it out of the result, and wherever else its opposite stands."""
+    for name in ("rewards", "values", "bootstrap"):
+        given = good() | {"bootstrap": torch.zeros(2)}
+        for place in range(given[name].numel()):  # type: ignore[attr-defined]
+            wrong = torch.zeros_like(given[name])  # type: ignore[arg-type]
+            wrong.view(-1)[place] = planted
+            with pytest.raises(ValueError, match="finite"):
+                tb_gae(**given | {name: wrong}, **dict(zip(FACTORS, factors, strict=False)))  # type: ignore[arg-type]
+    opposite = torch.full((2, 4), planted)
+    opposite[0] *= -1
+    with pytest.raises(ValueError, match="finite"):
+        tb_gae(**good() | {"rewards": opposite})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("offsets", [[1, 8], [0, 7], [0, 5, 3, 8], [0, 9]])
 def test_packed_offsets_must_cover_all_tokens(offsets):
     flat = {name: value.reshape(-1) for name, value in good().items()}  # type: ignore[attr-defined]
@@ -354,14 +373,15 @@ def test_flags_say_all_that_turns_say(rows, gaps, gamma, lam, gamma_token, lambd
             assert torch.equal(ours, wanted)
 
 
-def test_byte_scan_finds_what_nonzero_finds():
-    """Lengths around a word, alignments within one, dense and sparse."""
-    for length in (0, 1, 7, 8, 9, 63, 64, 65, 500):
-        for start in (0, 1, 8):
+def test_byte_scan_finds_what_nonzero_finds(monkeypatch):
+    """Lengths around a word, alignments within one, gaps, dense and sparse."""
+    monkeypatch.setattr(importlib.import_module("rsi_kernels.tb_gae"), "LONG", 0)
+    for length in (1, 7, 8, 9, 63, 64, 65, 500):
+        for start, step in ((0, 1), (1, 1), (8, 1), (0, 2)):
             for density in (0.0, 0.02, 0.5, 1.0):
-                x = (torch.rand(start + length) < density)[start:]
-                assert torch.equal(find_nonzero(x), x.nonzero().squeeze(1))
-                assert torch.equal(find_nonzero(x * 8.0), x.nonzero().squeeze(1))
+                x = (torch.rand(start + step * length) < density)[start::step]
+                for same in (x, x * torch.tensor(8, dtype=torch.uint8), x * 8.0):
+                    assert torch.equal(find_nonzero(same), x.nonzero().squeeze(1))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 33, 65, 130])
