@@ -161,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768, help="of one step")
     parser.add_argument("--simulate", type=int, metavar="RANKS")
-    parser.add_argument("--simulated-tokens", type=int, default=4096, help="of one rank's micro-batch")
+    parser.add_argument("--simulated-tokens", type=int, default=512, help="of one rank's micro-batch")
     parser.add_argument("--simulated-layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--rank-worker", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

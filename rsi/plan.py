@@ -34,17 +34,18 @@ SAMPLE_TOKENS = 1024
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one network on one rank. What is `resident` is there all the time, sharded over all ranks along the
-    parameters' first dimension; the rest comes and goes with a micro-batch.
+    parameters' first dimension; the rest comes and goes with a micro-batch, the root's reduction at its end.
     """
 
     resident: int
     gathered: int
     activations: int
     head: int
+    reduction: int
 
     @property
     def passing(self) -> int:
-        return self.gathered + self.activations + self.head
+        return max(self.gathered + self.activations + self.head, self.reduction)
 
 
 def model_config(config: Config) -> ModelConfig:
@@ -100,8 +101,11 @@ def memory(network: Transformer | Critic, config: Config) -> Memory:
     layers = [layer for layer in network.model.layers if isinstance(layer, Layer)]
     largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
     root = sum(p.numel() for p in network.parameters()) - sum(p.numel() for layer in layers for p in layer.parameters())
-    # A rank holds the root whole during the step, its gradient too, and of two layers, one at work, one on its way.
-    gathered = 2 * dtype.itemsize * (root + 2 * largest) if is_spread(config, config.ranks) else 0
+    gathered = reduction = 0
+    if is_spread(config, config.ranks):  # as FSDP2 does it (bench/scaling.py --simulate)
+        # Root and its gradient; two layers, one at work, one on its way; a layer's gradient and that in float32.
+        gathered = dtype.itemsize * (2 * root + 3 * largest) + FLOAT32 * largest
+        reduction = (dtype.itemsize + FLOAT32) * root
     # Everything that a layer keeps grows with the tokens (attention scores are not kept): a sample will do.
     sample = min(tokens, SAMPLE_TOKENS)
     kept = {kind: saved_bytes(shape, kind, sample, dtype) * tokens // sample for kind in set(shape.kinds)}
@@ -111,7 +115,7 @@ def memory(network: Transformer | Critic, config: Config) -> Memory:
     # Logits exist a tile at a time, beside the hidden states' gradient (`rsi_kernels.linear_logprob`).
     tile = min(GPU_TILE_BYTES, FLOAT32 * tokens * shape.vocab_size)
     head = FLOAT32 * tokens * shape.hidden_size + 2 * tile if isinstance(network, Transformer) else 0
-    return Memory(STATE * sharded, gathered, activations, head)
+    return Memory(STATE * sharded, gathered, activations, head, reduction)
 
 
 def saved_bytes(config: ModelConfig, kind: str, tokens: int, dtype: torch.dtype = torch.float32) -> int:
