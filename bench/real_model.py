@@ -60,7 +60,7 @@ def supervised_update(folder: Path, record: Trajectory) -> tuple[float, float]:
         loss, _ = ppo.supervised_loss(ppo.action_logprobs(actor, batch)[0], None, batch.action_count)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses[0], losses[1]
 
 
