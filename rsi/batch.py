@@ -68,9 +68,9 @@ def predictor_index(action_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     Raises:
         ValueError: a trajectory begins with an action token, which nothing predicts.
     """
-    first_S = cu_seqlens[:-1][cu_seqlens.diff() > 0]
-    if bool(action_T[first_S].any()):
-        wrong = action_T[first_S].nonzero().squeeze(1).tolist()
+    filled_S = (cu_seqlens.diff() > 0).nonzero().squeeze(1)
+    wrong = filled_S[action_T[cu_seqlens[filled_S]]].tolist()
+    if wrong:
         raise ValueError(f"trajectories {wrong} begin with an action token; a trajectory begins with its prompt")
     return action_T.nonzero().squeeze(1) - 1
 
@@ -142,10 +142,9 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int, ranks: int = 1) 
             tokens, number = emptiest[0]
             packed[number].append(index)
             heapq.heapreplace(emptiest, (tokens + lengths[index], number))
-        if max(emptiest, default=(0, 0))[0] <= max_tokens:
-            return too_long + [
-                packed[number] for _, number in sorted(emptiest, key=lambda entry: (-entry[0], entry[1]))
-            ]
+        fullest = sorted(emptiest, key=lambda entry: (-entry[0], entry[1]))
+        if not fullest or fullest[0][0] <= max_tokens:
+            return too_long + [packed[number] for _, number in fullest]
         count += 1
 
 

@@ -92,9 +92,9 @@ def collect(
                 future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
+            for slot in active:
+                engine.sampler.close(slot)
             for attempt in attempts:
-                if attempt.slot in active:
-                    engine.sampler.close(attempt.slot)
                 if attempt.sandbox.done() and not attempt.sandbox.cancelled() and not attempt.sandbox.exception():
                     attempt.sandbox.result().close()
             raise

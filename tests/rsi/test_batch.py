@@ -70,6 +70,8 @@ def test_a_trajectory_cannot_begin_with_an_action():
         collate([record((0, 2))], [0], PAD)
     with pytest.raises(ValueError, match=r"trajectories \[1\]"):
         predictor_index(torch.tensor([False, True, True, False]), torch.tensor([0, 2, 4]))
+    with pytest.raises(ValueError, match=r"trajectories \[2\]"):  # the second one is empty
+        predictor_index(torch.tensor([False, True, True, False]), torch.tensor([0, 2, 2, 4]))
 
 
 def test_broken_records_are_named():

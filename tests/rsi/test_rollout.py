@@ -1,6 +1,7 @@
 """Attempts in real sandboxes, the policy's turns written in advance."""
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -25,15 +26,20 @@ class Script:
         self.turns, self.seeds, self.read = turns, dict[int, int](), dict[int, list[list[int]]]()
         self.asked: dict[int, tuple[list[int], list[float]]] = {}
         self.order: list[int] = []
-        self.open_slots = 0
+        self.taken: set[int] = set()
+
+    @property
+    def open_slots(self) -> int:
+        return len(self.taken)
 
     def open(self, seed: int) -> int:
-        self.open_slots += 1
-        self.seeds[len(self.seeds)] = seed
-        return len(self.seeds) - 1
+        slot = next(number for number in itertools.count() if number not in self.taken)
+        self.taken.add(slot)
+        self.seeds[slot] = seed
+        return slot
 
     def close(self, slot: int) -> None:
-        self.open_slots -= 1
+        self.taken.remove(slot)
 
     @property
     def busy(self) -> bool:
@@ -195,6 +201,23 @@ def test_a_slow_command_holds_up_nobody_else(backend: Backend, task: Task, tmp_p
         assert script.order == ([0, 1, 1, 0, 1, 1] if lockstep else [0, 1, 1, 1, 1, 0])
     both = [{x.seed: (x.ids, x.checks) for x in read(tmp_path / f"{kind}.jsonl")} for kind in (True, False)]
     assert both[0] == both[1]
+
+
+def test_a_failure_is_reported_and_closes_every_open_slot_once(backend: Backend, task: Task, tmp_path: Path) -> None:
+    """The slot of an attempt that had ended is another's by then."""
+    script = Script({0: [DONE], 1: [commands("ls"), DONE], 2: [DONE]})
+    advance = script.advance
+
+    def diverging(stops: Collection[int], temperature: float) -> dict[int, tuple[list[int], list[float]]]:
+        if script.order[-1] == 2:
+            raise FloatingPointError("diverged")
+        return advance(stops, temperature)
+
+    script.advance = diverging  # type: ignore[method-assign]
+    engine = Engine(script, CHAT, backend, dataclasses.replace(SETTINGS, slots=1))  # type: ignore[arg-type]
+    with pytest.raises(FloatingPointError, match="diverged"):
+        collect([Job(task, seed) for seed in range(3)], get_harness("terminus", "brief"), engine, tmp_path / "a.jsonl")
+    assert script.open_slots == 0
 
 
 def test_chat_tokens_in_an_observation_are_text(backend: Backend, task: Task, tmp_path: Path) -> None:
