@@ -226,6 +226,17 @@ class Config:
         """The run folder."""
         return self.runs / (self.name or f"{self.preset}-{self.seed}")
 
+    def share(self, ranks: int) -> str:
+        """What the global numbers come to for each of `ranks` ranks."""
+        return (
+            f"each rank samples in {self.rank_slots(ranks)} slots, makes up to {-(-self.rpr.attempts // ranks)} of a"
+            f" step's {self.rpr.attempts} attempts and passes at most {self.micro_batch_tokens} tokens at a time"
+        )
+
+    def rank_slots(self, ranks: int) -> int:
+        """Sampler slots of each of `ranks` ranks."""
+        return -(-self.rollout.slots // ranks)
+
 
 def tiny() -> Config:
     """The embedded default: all five stages in minutes on two CPU cores."""

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rsi_sandbox import SandboxError, Task
+from rsi_sandbox import Task
 
 from rsi.chat import Chat
 from rsi.config import SUITES
 from rsi.harness import get_harness
 from rsi.model import Transformer
 from rsi.rollout import Engine, Job
-from rsi.session import Session, seed_of
+from rsi.session import Session, require_sound, seed_of
 from rsi.trajectory import Trajectory
 
 TARGET = "terminus"
@@ -75,12 +75,7 @@ def attempt_each(
         again = session.collect(stage, name, [jobs[place] for place in failed], harness, engine, temperature)
         for position, record in zip(failed, again, strict=True):
             records[position] = record
-    broken = [record for record in records if record.end == "infra_error"]
-    if len(broken) > MAX_INFRA_SHARE * len(records):
-        raise SandboxError(
-            f"{len(broken)} of {len(records)} evaluation attempts failed for the machine's reasons,"
-            f" more than {MAX_INFRA_SHARE:.0%}; the last: {broken[-1].error}"
-        )
+    require_sound(f"{stage} {name}", records, MAX_INFRA_SHARE)
     return records
 
 

@@ -28,7 +28,7 @@ from rsi.weights import WeightsError, find_folder, read_config
 
 GIB = 2**30
 FLOAT32, STATE = 4, 16  # bytes a parameter: its weight; weight, gradient and two moments
-SAMPLE_TOKENS = 1024
+SAMPLES = 512, 1024  # tokens for which activations are counted; those of other numbers lie on the same line
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,7 @@ def memory(network: Transformer | Critic, config: Config) -> Memory:
         # Root and its gradient; two layers, one at work, one on its way; a layer's gradient and that in float32.
         gathered = dtype.itemsize * (2 * root + 3 * largest) + FLOAT32 * largest
         reduction = (dtype.itemsize + FLOAT32) * root
-    # Everything that a layer keeps grows with the tokens (attention scores are not kept): a sample will do.
-    sample = min(tokens, SAMPLE_TOKENS)
-    kept = {kind: saved_bytes(shape, kind, sample, dtype) * tokens // sample for kind in set(shape.kinds)}
+    kept = {kind: kept_bytes(shape, kind, tokens, dtype) for kind in set(shape.kinds)}
     activations = sum(kept[kind] for kind in shape.kinds)
     if config.recompute:
         activations = dtype.itemsize * tokens * shape.hidden_size * shape.num_hidden_layers + max(kept.values())
@@ -116,6 +114,14 @@ def memory(network: Transformer | Critic, config: Config) -> Memory:
     tile = min(GPU_TILE_BYTES, FLOAT32 * tokens * shape.vocab_size)
     head = FLOAT32 * tokens * shape.hidden_size + 2 * tile if isinstance(network, Transformer) else 0
     return Memory(STATE * sharded, gathered, activations, head, reduction)
+
+
+def kept_bytes(config: ModelConfig, kind: str, tokens: int, dtype: torch.dtype) -> int:
+    """`saved_bytes` of any number of tokens: its joined weights do not grow with them, all else does alike (attention
+    scores are not kept), the first chunk of the delta rule apart, which reads no state.
+    """
+    few, more = (saved_bytes(config, kind, sample, dtype) for sample in SAMPLES)
+    return more + (more - few) * (tokens - SAMPLES[1]) // (SAMPLES[1] - SAMPLES[0])
 
 
 def saved_bytes(config: ModelConfig, kind: str, tokens: int, dtype: torch.dtype = torch.float32) -> int:
@@ -142,7 +148,7 @@ def saved_bytes(config: ModelConfig, kind: str, tokens: int, dtype: torch.dtype 
 
 def sampler_memory(actor: Transformer, config: Config) -> dict[str, int]:
     """Bytes of what one rank samples with: the actor whole where it is spread, its weights joined, caches."""
-    slots = -(-config.rollout.slots // config.ranks)
+    slots = config.rank_slots(config.ranks)
     with torch.device("meta"):
         copy = Transformer(actor.config).to(getattr(torch, config.precision))
     sampler = Sampler(copy, slots, config.rollout.max_length)
@@ -240,6 +246,7 @@ def lines(config: Config, actor: Transformer, critic: Critic, stages: Sequence[S
     recomputed = need(actor, critic, dataclasses.replace(config, recompute=True), stages).training
     hint = "" if config.recompute else f" ({recomputed / GIB:.2f} with --recompute)"
     yield "rank GiB", f"{wanted.training / GIB:.2f} to train{hint}, {wanted.sampling / GIB:.2f} to sample; {has}"
+    yield "shares", config.share(config.ranks)
     yield "tasks", f"{config.tasks or f'built-in, {config.train_tasks} to train on a suite'}; "\
         f"{config.evaluate.tasks} a suite to evaluate on"  # fmt: skip
     yield "sandbox", config.sandbox

@@ -12,12 +12,14 @@ from rsi.config import Config, Rollout, Rpr, Rsr, smoke, tiny
 
 
 def qwen3_8_27b() -> Config:
-    """Qwen3.8-27B with the published learning rates: many GPUs."""
+    """Qwen3.8-27B with the published learning rates: 64 GPUs of 180 GB, or of 141 GB with --offload."""
     return Config(
         preset="qwen3.8-27b",
         init="hub:Qwen/Qwen3.8-27B",
         sandbox="auto",
         micro_batch_tokens=86016,
+        precision="bfloat16",
+        recompute=True,
         rollout=Rollout(
             slots=512,
             workers=64,
@@ -43,7 +45,10 @@ def qwen3_8_27b() -> Config:
 
 
 def qwen3_8b() -> Config:
-    """Qwen3-8B, thinking off: one node. Twice the 27B preset's learning rates for the actor."""
+    """Qwen3-8B, thinking off: 8 GPUs of 141 GB, or of 80 GB with --offload --rollout.slots 64.
+
+    Twice the 27B preset's learning rates for the actor.
+    """
     large = qwen3_8_27b()
     return replace(
         large,
@@ -56,14 +61,14 @@ def qwen3_8b() -> Config:
 
 
 def qwen3_0_6b() -> Config:
-    """Qwen3-0.6B, thinking off: one GPU."""
+    """Qwen3-0.6B, thinking off: one GPU of 80 GB."""
     small = qwen3_8b()
     return replace(
         small,
         preset="qwen3-0.6b",
         init="hub:Qwen/Qwen3-0.6B",
         micro_batch_tokens=16384,
-        rollout=replace(small.rollout, slots=64, max_length=16384, max_turns=20, max_turn_tokens=1024),
+        rollout=replace(small.rollout, slots=24, max_length=16384, max_turns=20, max_turn_tokens=1024),
         rpr=replace(small.rpr, warmup_batch=64, attempts=64, actor_lr=2e-6, actor_lr_later=4e-7),
     )
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from rsi_kernels import tb_gae
-from rsi_sandbox import SandboxError, Task
+from rsi_sandbox import Task
 from torch import Tensor
 
 from rsi import distributed, ppo, rewards
@@ -28,7 +28,7 @@ from rsi.evaluate import TARGET
 from rsi.harness import get_harness
 from rsi.model import Critic, Transformer
 from rsi.rollout import Job
-from rsi.session import Pool, Session
+from rsi.session import MAX_INFRA_SHARE, Pool, Session, require_sound
 from rsi.stages import Stage
 from rsi.trajectory import ENDS, Trajectory
 
@@ -139,9 +139,8 @@ class Loop:
         records = self.collect(step)
         collected = time.monotonic()
         metrics = rollout_metrics(records)
+        require_sound(f"{self.stage.name} {step.phase} step {step.number + 1}", records, MAX_INFRA_SHARE)
         usable = [record for record in records if record.end != "infra_error"]
-        if not usable:
-            raise SandboxError(f"every attempt of {step.phase} step {step.number + 1} failed: {records[0].error}")
         metrics |= self.learn(step, usable, rival)
         metrics["timing_s/rollout"] = collected - begun
         metrics["timing_s/update"] = time.monotonic() - collected

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rsi_sandbox import Backend, Task, load_task, open_backend
+from rsi_sandbox import Backend, SandboxError, Task, load_task, open_backend
 
 from rsi import distributed
 from rsi.chat import Chat
@@ -26,6 +26,7 @@ from rsi.tiny import Split, generate, write_task
 from rsi.trajectory import Trajectory, read, to_json
 
 Pool = dict[str, list[Task]]  # suite -> tasks
+MAX_INFRA_SHARE = 0.25  # of the attempts that training uses; with more lost the rest is no fair sample
 
 
 class Interrupted(Exception):
@@ -54,7 +55,7 @@ class Session:
 
     def engine(self, actor: Transformer, chat: Chat, report: Callable[[int, int], None]) -> Engine:
         """Make this rank's share of attempts with `actor` as it is now. All ranks call."""
-        slots = -(-self.config.rollout.slots // distributed.world())
+        slots = self.config.rank_slots(distributed.world())
         settings = dataclasses.replace(self.config.rollout, slots=slots)
         sampler = Sampler(distributed.whole(actor, self.config), slots, settings.max_length)
         return Engine(sampler, chat, self.backend, settings, report)
@@ -124,6 +125,7 @@ class Session:
             return [found[job.seed, job.runbook] for job in jobs]
         with self.log.progress(f"{stage} {name}") as report:
             records = self.collect(stage, name, jobs, harness, self.engine(actor, chat, report))
+        require_sound(f"{stage} {name}", records, MAX_INFRA_SHARE)
         self.progress.save(0)
         self.stop_if_asked()
         return records
@@ -131,6 +133,16 @@ class Session:
     def attempts(self, stage: str, name: str) -> Path:
         """This rank's JSONL file for attempts of one kind in one stage."""
         return self.run.folder / "trajectories" / stage / f"{name}.{distributed.rank()}.jsonl"
+
+
+def require_sound(what: str, records: Sequence[Trajectory], most: float) -> None:
+    """Raises SandboxError where more than the share `most` of the attempts failed for the machine's reasons."""
+    broken = [record for record in records if record.end == "infra_error"]
+    if len(broken) > most * len(records):
+        raise SandboxError(
+            f"{what}: {len(broken)} of {len(records)} attempts failed for the machine's reasons, more than {most:.0%};"
+            f" the last: {broken[-1].error}"
+        )
 
 
 @contextmanager

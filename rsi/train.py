@@ -66,6 +66,7 @@ def run(config: Config) -> None:
         if stages:
             device, ranks = distributed.find_device(), distributed.world()
             log.say(f"{run_folder.folder}: stages {', '.join(stage.name for stage in stages)}; {ranks} × {device.type}")
+            log.say(config.share(ranks))
             train, evaluation = prepare_tasks(config)
             with open_session(run_folder, log, device, train, evaluation) as session:
                 signal.signal(signal.SIGINT, lambda *_: ask_to_stop(session))

@@ -12,7 +12,19 @@ from tiny_models import FAMILIES, HYBRID, TINY, perturbed
 from rsi.architecture import FULL, LINEAR, PUBLISHED, ModelConfig
 from rsi.config import UserError, parse
 from rsi.model import Critic, Layer, Mixing, Transformer, rotary
-from rsi.plan import build, limit, lines, memory, model_config, need, parameters_by_part, sampler_memory, saved_bytes
+from rsi.plan import (
+    build,
+    check,
+    kept_bytes,
+    limit,
+    lines,
+    memory,
+    model_config,
+    need,
+    parameters_by_part,
+    sampler_memory,
+    saved_bytes,
+)
 from rsi.stages import schedule
 
 
@@ -44,6 +56,14 @@ def test_saved_bytes_are_those_of_a_real_pass(config: ModelConfig, kind: str) ->
         layer(torch.randn(1, 96, 32, requires_grad=True), rotary(torch.arange(96), config), Mixing())
     real = sum(count for place, count in found.items() if place not in weights)
     assert saved_bytes(config, kind, 96) == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", [FULL, LINEAR])
+@pytest.mark.parametrize("tokens", [192, 5184])
+def test_saved_bytes_of_any_length(kind: str, tokens: int) -> None:
+    wide = replace(HYBRID, intermediate_size=4096)  # joined weights as large as what the tokens keep
+    counted = saved_bytes(wide, kind, tokens, torch.bfloat16)
+    assert kept_bytes(wide, kind, tokens, torch.bfloat16) == pytest.approx(counted, rel=0.01)
 
 
 def test_memory_follows_ranks_and_tokens() -> None:
@@ -100,6 +120,21 @@ def test_every_preset_has_a_plan(tmp_path: Path) -> None:
         assert plan["model"].startswith(model) and "a rank of 2" in plan["critic GiB"]
         assert "compared with what a rank has where that is given: --rank-gib" in plan["rank GiB"]
         assert plan["stages"] == "base, rsr1, rpr1, rsr2, rpr2" and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("preset", "ranks", "gib", "options"),
+    [
+        ("qwen3-0.6b", 1, 78, []),
+        ("qwen3-8b", 8, 138, []),
+        ("qwen3-8b", 8, 78, ["--offload", "--rollout.slots", "64"]),
+        ("qwen3.8-27b", 64, 175, []),
+        ("qwen3.8-27b", 64, 138, ["--offload"]),
+    ],
+)
+def test_presets_fit_the_gpus_they_name(preset: str, ranks: int, gib: float, options: list[str]) -> None:
+    config = parse(["--preset", preset, "--ranks", str(ranks), *options])
+    check(need(*build(model_config(config)), config, schedule(config)), gib)
 
 
 def test_published_learning_rates() -> None:

@@ -1,6 +1,7 @@
 """The whole loop on preset `smoke`, as a user runs it: what it leaves, who changed, how it resumes."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -195,6 +196,24 @@ def test_a_stop_is_asked_for_once_and_saves(run: Path, tmp_path: Path) -> None:
     assert saved["position"] >= 5
     assert train(tmp_path, "--stage", "rpr1").returncode == 0
     assert stages(tmp_path / "smoke-0")[2] | {"seconds": 0} == stages(run)[2] | {"seconds": 0}
+
+
+def test_sandboxes_that_die_end_the_run_and_their_attempts_are_made_again(run: Path, tmp_path: Path) -> None:
+    borrow(run, tmp_path, "tasks", "stages/0-base")
+    process = subprocess.Popen(command(tmp_path, "--stage", "rsr1"), stdout=subprocess.PIPE, text=True)
+    attempts = tmp_path / "smoke-0" / "trajectories" / "rsr1" / "discovery-terminus.0.jsonl"
+    while not (attempts.exists() and attempts.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.005)
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        if Path(f"/proc/{child}/comm").read_text() == "init\n":
+            os.kill(int(child), signal.SIGKILL)
+    said, _ = process.communicate()
+    assert process.returncode == 1
+    (line,) = [line for line in said.splitlines() if "error" in line]
+    assert "attempts failed for the machine's reasons, more than 25%" in line and "the same command goes on" in line
+    assert train(tmp_path, "--stage", "rsr1").returncode == 0
+    assert stages(tmp_path / "smoke-0")[1] | {"seconds": 0} == stages(run)[1] | {"seconds": 0}
 
 
 def test_rsr_never_reads_a_solution(run: Path, tmp_path: Path) -> None:
