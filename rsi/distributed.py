@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rsi.architecture import ModelConfig
-from rsi.config import Config
+from rsi.config import Config, UserError
 from rsi.model import Critic, Transformer
 
 GROUPS: dict[Literal["meeting", "saving"], dist.ProcessGroup] = {}
@@ -70,6 +70,9 @@ def start(minutes: float = Config.timeout) -> None:
     """Join the process group that torchrun describes, or make one of this process alone.
 
     A rank that is missing from one collective for longer than `minutes` is an error, not a hang.
+
+    Raises:
+        UserError: torchrun is to restart ranks on several nodes with a store that would make them hang then.
     """
     global _limit
     _limit = timedelta(minutes=minutes)
@@ -78,7 +81,13 @@ def start(minutes: float = Config.timeout) -> None:
         next(rendezvous("env://", timeout=_limit)) if "RANK" in os.environ else (dist.HashStore(), 0, 1)
     )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun's store outlives a restart, and with it the addresses of the processes that were killed.
+        # torchrun's store outlives a restart, and with it the addresses of the processes that were killed. Nodes do
+        # not count restarts alike.
+        nodes = int(os.environ["GROUP_WORLD_SIZE"])
+        if nodes > 1 and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+            raise UserError(
+                f"torchrun --max-restarts on {nodes} nodes needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 set for it"
+            )
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     dist.init_process_group(backend, store=store, rank=number, world_size=ranks, timeout=_limit)
     GROUPS.update({purpose: dist.new_group(backend="gloo", timeout=_limit) for purpose in ("meeting", "saving")})

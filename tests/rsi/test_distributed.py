@@ -6,6 +6,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,7 +71,7 @@ def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, tied: str, layou
 def command(runs: Path, *options: str) -> list[str]:
     """A short run with more attempts than slots."""
     short = "--preset smoke --pretrain.steps 20 --train-tasks 8 --rsr.tasks 4 --rpr.steps 2 --rpr.attempts 6"
-    short += " --rollout.slots 4 --evaluate.tasks 3 --save-every 1 --stage rpr1"
+    short += " --rollout.slots 4 --evaluate.tasks 3 --save-every 1 --threads 1 --stage rpr1"  # as many on any node
     return ["-m", "rsi.train", *short.split(), "--runs", str(runs), *options]
 
 
@@ -93,22 +94,38 @@ def test_the_command_runs_on_two_ranks_with_more_attempts_than_slots(run: Path) 
     assert again.returncode == 1 and again.stderr.count("holds a run with another configuration") == 1
 
 
+def on_nodes(nodes: int) -> list[str]:
+    """torchrun's options for two processes on one node, or on each of two one."""
+    if nodes == 1:
+        return ["--standalone", "--nproc-per-node", "2"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return [f"--nnodes={nodes}", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+
+
 @contextmanager
-def interrupted(run: Path, runs: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+def interrupted(
+    run: Path, runs: Path, *options: str, nodes: int = 1
+) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[str]]]:
     """The same run started anew from its stage rpr1, when that stage's first step is done; what it prints after."""
     shutil.copytree(run, runs / run.name, ignore=shutil.ignore_patterns("2-rpr1", "rpr1"))
     metrics = runs / run.name / "metrics.jsonl"
     before = [line for line in metrics.read_text().splitlines(keepends=True) if json.loads(line)["stage"] != "rpr1"]
     metrics.write_text("".join(before))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    launch = [sys.executable, "-m", "torch.distributed.run", *on_nodes(nodes), *options, *command(runs)]
     rest: list[str] = []
-    with subprocess.Popen([*launch, *command(runs)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
+    reading, writing = os.pipe()
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    agents = [subprocess.Popen(launch, stdout=writing, env=environment) for _ in range(nodes)]
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as output:
+        for line in output:
             if line.startswith("rpr1 warmup 1"):
                 break
-        yield process, rest
-        rest += process.stdout
+        yield agents, rest
+        rest += output
+    for agent in agents:
+        agent.wait(60)
 
 
 def same(run: Path, other: Path) -> bool:
@@ -119,8 +136,8 @@ def same(run: Path, other: Path) -> bool:
 
 
 def test_torchrun_passes_a_stop_on_and_the_same_command_goes_on(run: Path, tmp_path: Path) -> None:
-    with interrupted(run, tmp_path) as (process, rest):
-        process.send_signal(signal.SIGINT)
+    with interrupted(run, tmp_path) as ([agent], rest):
+        agent.send_signal(signal.SIGINT)
     assert "stopped as asked" in "".join(rest) and not any(line.startswith("rpr1 joint") for line in rest)
     saved = json.loads((tmp_path / run.name / "stages" / "2-rpr1.partial" / "state" / "progress.json").read_text())
     assert saved["position"] >= 1
@@ -128,13 +145,23 @@ def test_torchrun_passes_a_stop_on_and_the_same_command_goes_on(run: Path, tmp_p
     assert same(run, tmp_path / run.name)
 
 
-def test_torchrun_restarts_what_was_killed(run: Path, tmp_path: Path) -> None:
-    with interrupted(run, tmp_path, "--max-restarts", "1") as (process, rest):
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun_restarts_what_was_killed(run: Path, tmp_path: Path, nodes: int) -> None:
+    with interrupted(run, tmp_path, "--max-restarts", "1", nodes=nodes) as (agents, rest):
+        tasks = [Path(f"/proc/{agent.pid}/task/{agent.pid}/children") for agent in agents]
+        children = [child for task in tasks for child in task.read_text().split()]
         (second,) = [child for child in children if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()]
         os.kill(int(second), signal.SIGKILL)
-    assert process.returncode == 0 and sum("2 × cpu" in line for line in rest) == 1
+    assert [agent.returncode for agent in agents] == [0] * nodes and sum("2 × cpu" in line for line in rest) == 1
     assert same(run, tmp_path / run.name)
+
+
+def test_restarts_that_would_hang_on_several_nodes_are_refused(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", *on_nodes(2), "--max-restarts=1", *command(tmp_path)]
+    agents = [subprocess.Popen(launch, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = "".join(agent.communicate(timeout=200)[1] for agent in agents)
+    assert all(agent.returncode for agent in agents) and not list(tmp_path.iterdir())
+    assert "rsi: error: torchrun --max-restarts on 2 nodes needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 set" in said
 
 
 MISSING = """
