@@ -229,6 +229,12 @@ def whole(model: Transformer, config: Config) -> Transformer:
     return copy_of(model, Transformer, dtype=getattr(torch, config.precision)) if spread_out else model
 
 
+def backward(loss: Tensor) -> None:
+    """The backward pass of a micro-batch's loss. Of one that is not finite all gradients are NaN, whatever they would be,
+    so that no rank takes the step."""
+    loss.backward(torch.where(loss.detach().isfinite(), 1.0, torch.nan).to(loss.dtype))
+
+
 def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
     """Clip the gradient's norm over all ranks and step; returns the norm before clipping.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 SKIPS = 3  # steps skipped in a row after which going on is pointless
 IDLE = 5  # steps in a row that moved nothing, after which the user is told
+WAY_OUT = "the batch is in the run's failed/, a lower learning rate or gradient limit is the usual way out"
 
 
 class Diverged(RuntimeError):
@@ -22,10 +23,7 @@ def guard(metrics: Mapping[str, float], notes: dict[str, Any], max_gap: float) -
     skipped = any(not math.isfinite(metrics.get(f"{name}/grad_norm", 0.0)) for name in ("actor", "critic"))
     notes["skipped"] = notes.get("skipped", 0) + 1 if skipped else 0
     if notes["skipped"] >= SKIPS:
-        return "", (
-            f"{SKIPS} steps in a row had a gradient that is not finite: the batches are in the run's failed/,"
-            " a lower learning rate or gradient limit is the usual way out"
-        )
+        return "", (f"{SKIPS} steps in a row had a gradient that is not finite: {WAY_OUT}")
     gap = metrics.get("rollout/logprob_gap", 0.0)
     if gap > max_gap:
         return "", (

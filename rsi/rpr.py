@@ -11,7 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from rsi.chat import Chat
 from rsi.checkpoint import Parts
 from rsi.config import SUITES, Config, Rpr
 from rsi.evaluate import TARGET
+from rsi.guards import WAY_OUT, Diverged
 from rsi.harness import get_harness
 from rsi.model import Critic, Transformer
 from rsi.rollout import Job
@@ -64,9 +65,9 @@ class Prepared:
     batch: MicroBatch
     old_logprob: Tensor
     old_value: Tensor
-    advantage: Tensor
-    returns: Tensor
     reference_logprob: Tensor | None
+    advantage: Tensor = field(init=False)
+    returns: Tensor = field(init=False)
 
 
 def refine(session: Session, stage: Stage, actor: Transformer, critic: Critic | None, chat: Chat) -> Critic:
@@ -175,8 +176,11 @@ class Loop:
         rank, ranks = distributed.rank(), distributed.world()
         plan = plan_step(lengths, settings.minibatches, self.session.config.micro_batch_tokens, seed, ranks)
         shares = [deal(groups, rank, ranks) for groups in plan]
-        prepared = [[self.prepare(records, scores, group) for group in share] for share in shares]
+        prepared = [[self.prepare(records, group) for group in share] for share in shares]
         everything = [entry for minibatch in prepared for entry in minibatch]
+        self.require_finite(step, everything, records)
+        for group, entry in zip(itertools.chain(*shares), everything, strict=True):
+            self.give_credit(entry, [scores[index] for index in group])
         found |= self.describe(everything, rival)
         if settings.whiten:
             whiten(everything)
@@ -207,29 +211,42 @@ class Loop:
         )
 
     @torch.no_grad()
-    def prepare(self, records: Sequence[Trajectory], scores: Sequence[float], indices: Sequence[int]) -> Prepared:
-        """Old log-probs and values in the update's own packing, and TB-GAE on top of them."""
+    def prepare(self, records: Sequence[Trajectory], indices: Sequence[int]) -> Prepared:
+        """Old log-probs and values in the update's own packing."""
         batch = collate(records, indices, self.chat.pad).to(self.session.device)
         temperature = self.session.config.rollout.temperature
         old_logprob, _ = ppo.action_logprobs(self.learner.actor, batch, temperature)
         old_value = ppo.action_values(self.learner.critic, batch)
+        reference = self.learner.reference
+        reference_logprob = ppo.action_logprobs(reference, batch, temperature)[0] if reference else None
+        return Prepared(batch, old_logprob, old_value, reference_logprob)
+
+    def require_finite(self, step: Step, prepared: Sequence[Prepared], records: Sequence[Trajectory]) -> None:
+        """Raises Diverged on all ranks where on any of them a network gives numbers that are not finite."""
+        mine = all(bool((entry.old_value.isfinite() & entry.old_logprob.isfinite()).all()) for entry in prepared)
+        if not all(distributed.gather("finite", mine)):
+            self.session.set_aside(self.stage.name, step.phase, step.number + 1, records)
+            where = f"{self.stage.name} {step.phase} step {step.number + 1}"
+            raise Diverged(f"values or log-probs of {where} are not finite: {WAY_OUT}")
+
+    @torch.no_grad()
+    def give_credit(self, entry: Prepared, scores: Sequence[float]) -> None:
+        """Advantages and returns by TB-GAE, from each attempt's reward."""
+        batch = entry.batch
         # Without attempts the batch is one token of padding.
-        score_S = torch.tensor([scores[index] for index in indices] or [0.0], device=self.session.device)
+        score_S = torch.tensor(list(scores) or [0.0], device=self.session.device)
         advantage_T, returns_T = tb_gae(
             rewards.terminal_rewards(batch.action_T, batch.cu_seqlens, score_S),
-            batch.scatter(old_value),
+            batch.scatter(entry.old_value),
             batch.action_T,
             batch.turn_T,
             self.settings.gamma,
             self.settings.lam,
             cu_seqlens=batch.cu_seqlens,
         )
-        advantage = batch.gather(advantage_T)
+        entry.advantage, entry.returns = batch.gather(advantage_T), batch.gather(returns_T)
         if self.settings.control == "zero_advantages":
-            advantage = torch.zeros_like(advantage)
-        reference = self.learner.reference
-        reference_logprob = ppo.action_logprobs(reference, batch, temperature)[0] if reference else None
-        return Prepared(batch, old_logprob, old_value, advantage, batch.gather(returns_T), reference_logprob)
+            entry.advantage = torch.zeros_like(entry.advantage)
 
     @torch.no_grad()
     def describe(self, prepared: Sequence[Prepared], rival: Critic | None) -> dict[str, float]:
@@ -258,7 +275,7 @@ class Loop:
         for entry in minibatch:
             value = ppo.action_values(self.learner.critic, entry.batch)
             loss, found = ppo.value_loss(value, entry.old_value, entry.returns, None, tokens, self.settings.value_clip)
-            loss.backward()
+            distributed.backward(loss)
             sums.append(found)
         return distributed.optimizer_step(
             self.learner.critic, self.learner.critic_optimizer, self.settings.max_grad_norm
@@ -283,7 +300,7 @@ class Loop:
                 reference_logprob=entry.reference_logprob,
                 kl_coefficient=settings.kl_coefficient,
             )  # fmt: skip
-            loss.backward()
+            distributed.backward(loss)
             sums.append(found)
         return distributed.optimizer_step(self.learner.actor, self.learner.actor_optimizer, settings.max_grad_norm)
 

@@ -272,7 +272,7 @@ def train(session: Session, stage: Stage, actor: Transformer, chat: Chat, exampl
             logprob, _ = ppo.action_logprobs(actor, batch, session.config.rollout.temperature)
             # Gradients are averaged over the ranks, so each divides by its share of the tokens.
             loss, found = ppo.supervised_loss(logprob, None, tokens / ranks)
-            loss.backward()
+            distributed.backward(loss)
             sums.append(found)
         norm = distributed.optimizer_step(actor, optimizer, MAX_GRAD_NORM)
         if not math.isfinite(norm):

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rsi import distributed
 from rsi.config import parse
 from rsi.model import ModelConfig, Transformer
+from rsi.trajectory import read
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -62,6 +64,10 @@ def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, tied: str, layou
                 assert torch.linalg.vector_norm(before - after) <= 1e-5 * torch.linalg.vector_norm(before), number
             whole = [torch.cat([pair[side].flatten() for pair in pairs]).double() for side in (0, 1)]
             assert torch.linalg.vector_norm(whole[0] - whole[1]) <= 1e-6 * torch.linalg.vector_norm(whole[0]), number
+        pairs = [(one["gradients"][key], other["gradients"][key]) for key in one["gradients"]]
+        assert len(pairs) > 30 and one["gradients"].keys() == other["gradients"].keys()
+        sides = [torch.cat([pair[side].flatten() for pair in pairs]).double() for side in (0, 1)]
+        assert torch.linalg.vector_norm(sides[0] - sides[1]) <= 1e-5 * torch.linalg.vector_norm(sides[0]), number
         for before, after in zip(one["metrics"], other["metrics"], strict=True):
             assert before.keys() == after.keys()
             for key in before:
@@ -141,8 +147,22 @@ def test_torchrun_passes_a_stop_on_and_the_same_command_goes_on(run: Path, tmp_p
     assert "stopped as asked" in "".join(rest) and not any(line.startswith("rpr1 joint") for line in rest)
     saved = json.loads((tmp_path / run.name / "stages" / "2-rpr1.partial" / "state" / "progress.json").read_text())
     assert saved["position"] >= 1
+    shutil.copytree(tmp_path / run.name, tmp_path / "alone" / run.name)
     assert torchrun(2, *command(tmp_path)).returncode == 0
     assert same(run, tmp_path / run.name)
+    assert torchrun(1, *command(tmp_path / "alone")).returncode == 0
+    assert_alike(run, tmp_path / "alone" / run.name)
+
+
+def assert_alike(run: Path, other: Path) -> None:
+    """The same attempts, and up to rounding the same weights: the numbers of ranks differ."""
+    attempts = [sorted((folder / "trajectories" / "rpr1").glob("[cj]*.jsonl")) for folder in (run, other)]
+    ids = [sorted((record.seed, record.ids) for path in paths for record in read(path)) for paths in attempts]
+    assert ids[0] == ids[1] and len(ids[0]) == 6 * (4 + 2)
+    for network in ("actor", "critic"):
+        places = [folder / "stages" / "2-rpr1" / network / "model.safetensors" for folder in (run, other)]
+        one, two = (torch.cat([tensor.flatten() for _, tensor in sorted(load_file(x).items())]) for x in places)
+        assert torch.linalg.vector_norm(one - two) <= 1e-5 * torch.linalg.vector_norm(one)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

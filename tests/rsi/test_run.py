@@ -30,6 +30,9 @@ JOINT = {
 }  # fmt: skip
 
 
+STOPPED = "rsi: stopped; the same command goes on from the last saved step\n"
+
+
 def command(runs: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "rsi.train", "--preset", "smoke", "--runs", str(runs), *options]
 
@@ -198,6 +201,24 @@ def test_a_stop_is_asked_for_once_and_saves(run: Path, tmp_path: Path) -> None:
     assert stages(tmp_path / "smoke-0")[2] | {"seconds": 0} == stages(run)[2] | {"seconds": 0}
 
 
+def test_asked_twice_it_stops_at_once(run: Path, tmp_path: Path) -> None:
+    borrow(run, tmp_path, "tasks", "stages/0-base", "stages/1-rsr1")
+    process = subprocess.Popen(
+        command(tmp_path, "--stage", "rpr1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    for line in process.stdout:
+        if line.startswith("rpr1 calibration 1"):
+            break
+    process.send_signal(signal.SIGINT)
+    assert "Ctrl-C once more stops now" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    said, complained = process.communicate()
+    assert process.returncode == 130 and complained == STOPPED and "calibration 3" not in said
+    assert train(tmp_path, "--stage", "rpr1").returncode == 0
+    assert stages(tmp_path / "smoke-0")[2] | {"seconds": 0} == stages(run)[2] | {"seconds": 0}
+
+
 def test_sandboxes_that_die_end_the_run_and_their_attempts_are_made_again(run: Path, tmp_path: Path) -> None:
     borrow(run, tmp_path, "tasks", "stages/0-base")
     process = subprocess.Popen(command(tmp_path, "--stage", "rsr1"), stdout=subprocess.PIPE, text=True)
@@ -270,6 +291,32 @@ def test_zero_advantages_move_no_weight(run: Path, tmp_path: Path) -> None:
         (tmp_path / run.name / "stages" / stage / "evaluation.json").read_bytes() for stage in ("1-rsr1", "2-rpr1")
     ]
     assert outcomes[0] == outcomes[1]
+    assert done.stdout.count("warning: 5 steps in a row moved nothing") == 1
+
+
+def test_what_is_not_finite_is_skipped_kept_and_ends_the_run(run: Path, tmp_path: Path) -> None:
+    borrow(run, tmp_path, "tasks", "stages/0-base", "stages/1-rsr1")
+    done = train(tmp_path, "--rpr.critic-lr", "1e13", "--stage", "rpr1")
+    folder = tmp_path / run.name
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stdout.count("the gradient was not finite: the step is skipped") == 1
+    (line,) = [line for line in done.stdout.splitlines() if "error" in line]
+    assert "values or log-probs of rpr1 warmup step 2 are not finite" in line and "the same command goes on" in line
+    assert [step["critic/grad_norm"] for step in metrics(folder)] == [None]
+    kept = sorted((folder / "failed").iterdir())
+    assert [path.name for path in kept] == ["rpr1-warmup-1.jsonl", "rpr1-warmup-2.jsonl"]
+    assert all(len(list(read(path))) == 8 for path in kept)
+
+
+def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(run: Path, tmp_path: Path) -> None:
+    borrow(run, tmp_path, "tasks", "stages/0-base", "stages/1-rsr1")
+    done = train(tmp_path, "--rpr.max-logprob-gap", "1e-12", "--stage", "rpr1")
+    (line,) = [line for line in done.stdout.splitlines() if "error" in line]
+    assert (
+        done.returncode == 1
+        and "more than --rpr.max-logprob-gap 1e-12" in line
+        and len(metrics(tmp_path / run.name)) == 1
+    )
 
 
 def test_the_checkpoint_loads_in_transformers(run: Path) -> None:

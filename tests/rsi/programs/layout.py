@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from rsi import distributed
 from rsi.checkpoint import Progress, open_run
@@ -37,6 +38,16 @@ def attempts(count: int) -> list[Trajectory]:
     return records
 
 
+def gradients_of(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The clipped gradients of the last step."""
+    parameters = ((name, parameter.grad) for name, parameter in network.named_parameters())
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for name, grad in parameters
+        if grad is not None
+    }
+
+
 def main(out: Path, tied: bool, *extra: str) -> None:
     torch.set_num_threads(1)
     distributed.start()
@@ -59,13 +70,16 @@ def main(out: Path, tied: bool, *extra: str) -> None:
     critic = distributed.copy_of(actor, Critic, config)
     loop = Loop(session, rpr1, make_learner(config, rpr1, actor, critic), chat)
     loop.scale = {"family": 2.0}
-    found = []
+    found, gradients = [], gradients_of(actor)
     for phase in ("warmup", "calibration", "joint"):
         for number in range(3):
             found.append(loop.learn(Step(phase, number, 3, ("core",), len(records)), records))  # type: ignore[arg-type]
     weights = {
         "actor": dict(distributed.copy_of(actor, Transformer).state_dict()),
         "critic": dict(distributed.copy_of(critic, Critic).state_dict()),
+        "gradients": gradients
+        | {f"actor {name}": grad for name, grad in gradients_of(actor).items()}
+        | {f"critic {name}": grad for name, grad in gradients_of(critic).items()},
     }
     if distributed.first():
         torch.save({"metrics": found, **weights}, out / "result.pt")
