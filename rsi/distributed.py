@@ -230,8 +230,7 @@ def whole(model: Transformer, config: Config) -> Transformer:
 
 
 def backward(loss: Tensor) -> None:
-    """The backward pass of a micro-batch's loss. Of one that is not finite all gradients are NaN, whatever they would be,
-    so that no rank takes the step."""
+    """The backward pass of a loss. Of one that is not finite all gradients are NaN, so that no rank takes the step."""
     loss.backward(torch.where(loss.detach().isfinite(), 1.0, torch.nan).to(loss.dtype))
 
 
