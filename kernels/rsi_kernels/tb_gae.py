@@ -9,6 +9,7 @@ Shape suffixes: B rows, T tokens, S sequences, N action tokens in row-major orde
 
 import math
 from array import array
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from .dispatch import NAMESPACE, traced, use_triton
 # What one byte a token says; 0 at observations and padding. "Before" and "after" mean the neighbouring *action* token.
 ACTION, BOUNDARY_AFTER, BOUNDARY_BEFORE, SEGMENT_END = 1, 2, 4, 8
 NEW_TURN, NEW_ROW = 1, SEGMENT_END
-
 
 
 def flags_from(action: Tensor, turn: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -257,17 +257,18 @@ def _find_nodes(action: Tensor, turn: Tensor, cu_seqlens: Tensor | None) -> _Nod
         raise ValueError(f"turn must be an integer tensor, got {turn.dtype}")
     offsets_S = _offsets(action, cu_seqlens)
     index_N = _nonzero(action)
-    turn_N = _select(turn, index_N).long()
+    turn_N = _select(turn, index_N)
     marks = turn_N.new_zeros(turn_N.numel() + 1, dtype=torch.int8)
-    marks[1:-1] = (turn_N[1:] - turn_N[:-1]).sign_()  # NEW_TURN, or its opposite where turns decrease
+    torch.ne(turn_N[1:], turn_N[:-1], out=marks[1:-1])
     marks.index_fill_(0, torch.searchsorted(index_N, offsets_S), NEW_ROW)
     nodes = _nodes(index_N, marks)
-    if -NEW_TURN in nodes.kinds:
-        node = nodes.bounds[nodes.kinds.index(-NEW_TURN)]
-        raise ValueError(
-            f"turn decreases to {int(turn_N[node])} at flat token {int(index_N[node])}; "
-            "number the turns of a row in the order they were sampled"
-        )
+    turns = turn_N.index_select(0, nodes.bounds[:-1]).tolist()
+    for node, (turn_before, turn_here) in enumerate(pairwise(turns), 1):
+        if turn_here < turn_before and nodes.kinds[node] != NEW_ROW:
+            raise ValueError(
+                f"turn decreases to {turn_here} at flat token {int(index_N[nodes.bounds[node]])}; "
+                "number the turns of a row in the order they were sampled"
+            )
     return nodes
 
 
@@ -365,7 +366,7 @@ def _check_layout(given: dict[str, Tensor], cu_seqlens: Tensor | None) -> None:
     """All of one shape, [B, T], or [T] with offsets."""
     wanted = 2 if cu_seqlens is None else 1
     shapes = [x.shape for x in given.values()]
-    if shapes.count(shapes[0]) != len(shapes) or len(shapes[0]) != wanted:
+    if any(shape != shapes[0] for shape in shapes) or len(shapes[0]) != wanted:
         layout = "[B, T] without cu_seqlens" if wanted == 2 else "[T] with cu_seqlens"
         raise ValueError(f"{', '.join(given)} must all be {layout}; got {[tuple(shape) for shape in shapes]}")
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point()):

@@ -1,6 +1,5 @@
 """TB-GAE against its recursion, and every property that follows from its definition."""
 
-import importlib
 import math
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rsi_kernels import combine_moments, flags_from, tb_gae, tb_gae_triton, tb_gae_with_moments
 from rsi_kernels.reference import tb_gae_row
-from rsi_kernels.tb_gae import _nonzero as find_nonzero
 from torch import Tensor
 
 PROPERTY = settings(deadline=None, max_examples=60, derandomize=True)
@@ -373,15 +371,15 @@ def test_flags_say_all_that_turns_say(rows, gaps, gamma, lam, gamma_token, lambd
             assert torch.equal(ours, wanted)
 
 
-def test_byte_scan_finds_what_nonzero_finds(monkeypatch):
-    """Lengths around a word, alignments within one, gaps, dense and sparse."""
-    monkeypatch.setattr(importlib.import_module("rsi_kernels.tb_gae"), "LONG", 0)
-    for length in (1, 7, 8, 9, 63, 64, 65, 500):
-        for start, step in ((0, 1), (1, 1), (8, 1), (0, 2)):
-            for density in (0.0, 0.02, 0.5, 1.0):
-                x = (torch.rand(start + step * length) < density)[start::step]
-                for same in (x, x * torch.tensor(8, dtype=torch.uint8), x * 8.0):
-                    assert torch.equal(find_nonzero(same), x.nonzero().squeeze(1))
+def test_results_are_ordinary_tensors():
+    """Computed in inference mode, whose tensors could not be saved for a backward pass."""
+    batch = random_batch(2, 9)
+    for bootstrap in (None, torch.ones(2, device=DEVICE)):
+        given = (batch.rewards, batch.values, batch.action, batch.turn)
+        for found in tb_gae_with_moments(*given, bootstrap=bootstrap):
+            assert not found.is_inference()
+            scale = torch.ones((), device=DEVICE, requires_grad=True)
+            assert torch.autograd.grad((scale.to(found.dtype) * found).sum(), scale)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 33, 65, 130])
