@@ -268,9 +268,15 @@ def test_non_contiguous_inputs_and_no_gradient():
     batch = lay_out([[(1, [(1.0, 2.0)] * 3), (2, [(0.5, -1.0)] * 2)]] * 3, [1, 2], fill=0.0)
     turned = [x.T.contiguous().T for x in (batch.rewards, batch.values, batch.action, batch.turn)]
     assert not turned[1].is_contiguous()
-    turned[1].requires_grad_()
-    advantages, returns = tb_gae(*turned)
-    assert not advantages.requires_grad and not returns.requires_grad
+    bootstrap = torch.ones(3).requires_grad_()
+    for x in turned[:2]:
+        x.requires_grad_()
+    for impl, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+        given = [x.detach().to(DEVICE, dtype).requires_grad_() for x in turned[:2]]
+        found = tb_gae(*given, *(x.to(DEVICE) for x in turned[2:]), bootstrap=bootstrap.to(DEVICE), impl=impl)
+        assert not any(x.requires_grad for x in found)
+    advantages, _ = tb_gae(*turned)
+    assert not advantages.requires_grad
     assert torch.equal(advantages, batch.run()[0])
 
 
