@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rsi_kernels import linear_logprob, value_loss
+from rsi_kernels import linear_logprob, reference, value_loss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -24,6 +24,7 @@ class Model(nn.Module):
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
+        self.op = linear_logprob
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -31,8 +32,8 @@ class Model(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        found = linear_logprob(self.layer(self.embedding(ids)).tanh(), self.head.weight, target, 0.8)
-        return found.logprob, found.entropy
+        logprob, entropy = self.op(self.layer(self.embedding(ids)).tanh(), self.head.weight, target, 0.8)
+        return logprob, entropy
 
 
 def make(tied: bool) -> Model:
@@ -57,6 +58,7 @@ def backward(model: nn.Module, part: slice, scale: float) -> None:
 def check_fsdp(rank: int, tied: bool, reshard: bool, half: bool) -> None:
     """Each process its own tokens: the averaged gradients times the number of processes are one process's."""
     whole, model = make(tied), make(tied)
+    whole.op = reference.linear_logprob
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32)
     fully_shard(model.layer, mp_policy=precision)
     fully_shard(model, mp_policy=precision, reshard_after_forward=reshard)
