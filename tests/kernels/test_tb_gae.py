@@ -236,17 +236,22 @@ def test_splitting_a_turn_leaves_the_others_alone(rows, gamma, lam, extra):
             torch.testing.assert_close(ours[b][one.action[b]][:keep], theirs[b][other.action[b]][:keep])
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0), (3, 5)])
-def test_nothing_to_do(shape):
-    zeros = torch.zeros(shape)
-    bootstrap = torch.full(shape[:1], math.nan)
-    for result in tb_gae(zeros * math.nan, zeros * math.nan, zeros.bool(), zeros.long(), bootstrap=bootstrap):
+def test_nothing_to_do(shape, impl):
+    zeros = torch.zeros(shape, device=DEVICE)
+    given = zeros * math.nan, zeros * math.nan, zeros.bool(), zeros.long()
+    bootstrap = torch.full(shape[:1], math.nan, device=DEVICE)
+    *results, moments = tb_gae_with_moments(*given, bootstrap=bootstrap, impl=impl)
+    assert moments.tolist() == [0.0, 0.0, 0.0]
+    for result in results:
         assert result.shape == shape and not result.any()
 
 
-def test_packed_nothing_to_do():
-    empty = torch.zeros(0)
-    advantages, _ = tb_gae(empty, empty, empty.bool(), empty.long(), cu_seqlens=torch.tensor([0, 0, 0]))
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_packed_nothing_to_do(impl):
+    empty, offsets = torch.zeros(0, device=DEVICE), torch.tensor([0, 0, 0], device=DEVICE)
+    advantages, _ = tb_gae(empty, empty, empty.bool(), empty.long(), cu_seqlens=offsets, impl=impl)
     assert advantages.shape == (0,)
 
 
