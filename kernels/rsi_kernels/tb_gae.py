@@ -216,14 +216,14 @@ def _compute(
                 _add_bootstrap(reward_N, last, nodes.index_N[last], bootstrap, _offsets(values, cu_seqlens), gamma)
             by_turn = gamma_token == 1.0 and lambda_token == 1.0
             return_N = (_returns_by_turn if by_turn else _returns_by_token)(reward_N, value_N, nodes, factors)
-            advantage_N = return_N - value_N
+            returns.view(-1).scatter_(0, nodes.index_N, return_N.to(values.dtype))
+            advantage_N = return_N.sub_(value_N)
             total = advantage_N.sum()
             if not math.isfinite(total):  # every reward and value is part of it, and nothing cancels NaN or inf
                 raise ValueError(
                     "rewards, values and bootstrap must be finite at action tokens; "
                     "look for the step at which the critic or the reward became NaN or inf"
                 )
-            returns.view(-1).scatter_(0, nodes.index_N, return_N.to(values.dtype))
             advantages.view(-1).scatter_(0, nodes.index_N, advantage_N.to(values.dtype))
             if moments:
                 mean = total / advantage_N.numel()
