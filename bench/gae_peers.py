@@ -6,9 +6,10 @@
 - plain loop: ordinary GAE at every token, observations included, all rows at once;
 - chunked scan: action tokens packed to the left, then blocks of 128 as one triangular product each.
 
-Each is first checked against `tb_gae` on the same data (for the plain loop with every token an action). Times are
-medians in ms of wall clock, beside them the best run and the best of this thread's own CPU time, for machines that are
-shared; memory that was freed is reused, as in training. The last line is one JSON object.
+Each is first checked against `tb_gae` on the same data (for the plain loop with every token an action). They are timed
+in turn, round after round. Times are medians in ms of wall clock, beside them the best run and the best of this
+thread's own CPU time, for machines that are shared; memory that was freed is reused, as in training. The last line is
+one JSON object.
 """
 
 import argparse
@@ -97,17 +98,28 @@ def conversation(rows: int, tokens: int, acts: int, observes: int) -> tuple[Tens
     return rewards, values, action, turn
 
 
-def timed(run: Callable[[], Pair], budget: float = 3.0, most: int = 40) -> dict[str, float]:
-    """Milliseconds, median and best of wall and of own CPU time, over as many runs as fit the budget, at least one."""
-    samples: list[tuple[float, float]] = []
-    begun = time.perf_counter()
-    while not samples or (len(samples) < most and time.perf_counter() - begun < budget):
-        wall, own = time.perf_counter(), time.thread_time()
-        run()
-        samples.append((1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - own)))
-    walls, owns = zip(*samples, strict=True)
-    found = {"ms": statistics.median(walls), "cpu_ms": statistics.median(owns)}
-    return found | {"best_ms": min(walls), "best_cpu_ms": min(owns)}
+def timed(runs: dict[str, Callable[[], Pair]], budget: float = 6.0) -> dict[str, float]:
+    """Milliseconds of each, median and best of wall and of own CPU time: `name_ms`, `name_best_ms`, `name_cpu_ms`, ….
+
+    In rounds of all, at least two, as many as fit the budget: on a shared machine what disturbs one disturbs its peers.
+    A round has 20 ms of each, the short ones again and again.
+    """
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    begun, rounds = time.perf_counter(), 0
+    while rounds < 2 or time.perf_counter() - begun < budget:
+        rounds += 1
+        for name, run in runs.items():
+            started = time.perf_counter()
+            while not (spent := time.perf_counter() - started) or spent < 0.02:
+                wall, own = time.perf_counter(), time.thread_time()
+                run()
+                samples[name].append((1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - own)))
+    found = {}
+    for name, pairs in samples.items():
+        walls, owns = zip(*pairs, strict=True)
+        found |= {f"{name}_ms": statistics.median(walls), f"{name}_cpu_ms": statistics.median(owns)}
+        found |= {f"{name}_best_ms": min(walls), f"{name}_best_cpu_ms": min(owns)}
+    return found
 
 
 def check(name: str, ours: Pair, theirs: Pair) -> None:
@@ -119,30 +131,24 @@ def check(name: str, ours: Pair, theirs: Pair) -> None:
 
 def measure(rows: int, tokens: int, loops: bool) -> dict[str, object]:
     """One shape: ours at long and short turns, from flags, and the peers at long turns."""
-    found: dict[str, object] = {"shape": [rows, tokens]}
-    for label, acts, observes in (("ours", 200, 800), ("ours_short_turns", 20, 80)):
-        data = conversation(rows, tokens, acts, observes)
-        tb_gae(*data, GAMMA, LAM)
-        times = timed(lambda data=data: tb_gae(*data, GAMMA, LAM))
-        found |= {f"{label}_{kind}": value for kind, value in times.items()}
-    data = conversation(rows, tokens, 200, 800)
+    data, short = conversation(rows, tokens, 200, 800), conversation(rows, tokens, 20, 80)
     rewards, values, action, turn = data
     flags = flags_from(action, turn)
-    runs = {
+    runs: dict[str, Callable[[], Pair]] = {
+        "ours": lambda: tb_gae(*data, GAMMA, LAM),
         "ours_from_flags": lambda: tb_gae(rewards, values, gamma=GAMMA, lam=LAM, flags=flags),
         "chunked": lambda: chunked_scan(*data),
     }
     if loops:
         runs |= {"token_loop": lambda: token_loop(*data), "plain_loop": lambda: plain_loop(rewards, values)}
-    ours = tb_gae(*data, GAMMA, LAM)
-    everywhere = torch.ones_like(action)
-    for label, run in runs.items():
-        want = ours if label != "plain_loop" else tb_gae(
-            rewards, values, everywhere, torch.zeros_like(turn), GAMMA, LAM, GAMMA, LAM
-        )  # fmt: skip
-        check(label, want, run())
-        found |= {f"{label}_{kind}": value for kind, value in timed(run).items()}
-    return found
+        everywhere = torch.ones_like(action), torch.zeros_like(turn)
+        check("plain_loop", tb_gae(rewards, values, *everywhere, GAMMA, LAM, GAMMA, LAM), runs["plain_loop"]())
+    ours = runs["ours"]()
+    for name, run in runs.items():
+        if name != "plain_loop":
+            check(name, ours, run())
+    check("chunked", tb_gae(*short, GAMMA, LAM), chunked_scan(*short))
+    return {"shape": [rows, tokens], **timed(runs | {"ours_short_turns": lambda: tb_gae(*short, GAMMA, LAM)})}
 
 
 def main() -> None:

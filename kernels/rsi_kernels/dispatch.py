@@ -57,7 +57,7 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def local(tensor: Tensor, name: str) -> Tensor:
-    """A replicated DTensor's own copy; plain tensors as they are.
+    """A replicated DTensor's own copy, with the gradient of this rank's tokens; plain tensors as they are.
 
     Raises:
         ValueError: a sharded DTensor, of which this rank has only a part.
@@ -67,7 +67,8 @@ def local(tensor: Tensor, name: str) -> Tensor:
     if not all(placement.is_replicate() for placement in tensor.placements):
         raise ValueError(
             f"{name} is a DTensor with placements {tensor.placements}; this op needs all of it: call it inside the "
-            "forward of the FSDP module that owns it, with reshard_after_forward=False, or pass full_tensor()"
+            "forward of the FSDP module that owns it, or pass full_tensor(), for a gradient that is summed over ranks "
+            "full_tensor(grad_placements=[Partial()])"
         )
     whole: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return whole

@@ -9,6 +9,7 @@ Shape suffixes: B rows, T tokens, S sequences, N action tokens in row-major orde
 
 import math
 from array import array
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from .dispatch import NAMESPACE, traced, use_triton
 
 # What one byte a token says; 0 at observations and padding. "Before" and "after" mean the neighbouring *action* token.
 ACTION, BOUNDARY_AFTER, BOUNDARY_BEFORE, SEGMENT_END = 1, 2, 4, 8
-LONG = 1 << 16  # elements from which on `_nonzero` gains by words
+NEW_TURN, NEW_ROW = 1, SEGMENT_END
 
 
 def flags_from(action: Tensor, turn: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -34,13 +35,11 @@ def flags_from(action: Tensor, turn: Tensor, cu_seqlens: Tensor | None = None) -
     """
     _check_layout({"action": action, "turn": turn}, cu_seqlens)
     nodes = _find_nodes(action, turn, cu_seqlens)
-    flag_N = torch.full(nodes.index_N.shape, ACTION, dtype=torch.uint8, device=action.device)
-    next_turn = nodes.bounds[1:][nodes.row_goes_on_M]
-    flag_N[next_turn - 1] += BOUNDARY_AFTER
-    flag_N[next_turn] += BOUNDARY_BEFORE
-    flag_N[nodes.row_last] += SEGMENT_END
+    starts_N, ends_N = nodes.marks[:-1], nodes.marks[1:]
+    flag_N = ACTION + BOUNDARY_AFTER * (ends_N == NEW_TURN) + BOUNDARY_BEFORE * (starts_N == NEW_TURN)
+    flag_N += SEGMENT_END * (ends_N == NEW_ROW)
     flags = torch.zeros(action.shape, dtype=torch.uint8, device=action.device)
-    flags.view(-1).scatter_(0, nodes.index_N, flag_N)
+    flags.view(-1).scatter_(0, nodes.index_N, flag_N.to(torch.uint8))
     return flags
 
 
@@ -164,10 +163,12 @@ def _run(
     rows = values.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     if bootstrap is not None and tuple(bootstrap.shape) != (rows,):
         raise ValueError(f"bootstrap must be one value a row, [{rows}], got {tuple(bootstrap.shape)}")
-    constants = [None if x is None else x.detach() for x in (rewards, values, action, turn, flags, bootstrap)]
-    arguments = (*constants, cu_seqlens, *(float(x) for x in factors), moments, impl)
-    # Nothing here has a gradient, so that without a tracer the op would add only its own cost, a tenth on a CPU.
-    return (_op if traced(values) else _compute)(*arguments)  # type: ignore[arg-type]
+    arguments = (rewards, values, action, turn, flags, bootstrap)
+    options = (cu_seqlens, *(float(x) for x in factors), moments, impl)
+    if traced(values):
+        return _op(*(None if x is None else x.detach() for x in arguments), *options)
+    # Nothing here has a gradient, so that the dispatcher would add only its own cost, a tenth on a CPU.
+    return _compute(*arguments, *options)  # type: ignore[arg-type]
 
 
 def _compute(
@@ -190,44 +191,45 @@ def _compute(
     if use_triton(impl, values):
         from .tb_gae_triton import launch
 
+        with torch.no_grad():
+            if flags is None:
+                assert action is not None and turn is not None
+                flags = flags_from(action, turn, cu_seqlens)
+            if bootstrap is not None:
+                last = _nonzero(flags & SEGMENT_END)
+                rewards = rewards.to(torch.float32).clone(memory_format=torch.contiguous_format)
+                _add_bootstrap(rewards.view(-1), last, last, bootstrap, _offsets(values, cu_seqlens), gamma)
+            return launch(rewards, values, flags, factors, moments)
+    advantages, returns = values.new_zeros(values.shape), values.new_zeros(values.shape)
+    measured = values.new_zeros(3 if moments else 0, dtype=torch.float64)
+    with torch.inference_mode():  # a tenth faster; its own tensors must not get out, so the results are from before
         if flags is None:
             assert action is not None and turn is not None
-            flags = flags_from(action, turn, cu_seqlens)
-        if bootstrap is not None:
-            last = _nonzero(flags & SEGMENT_END)
-            rewards = rewards.to(torch.float32).clone(memory_format=torch.contiguous_format)
-            _add_bootstrap(rewards.view(-1), last, last, bootstrap, _offsets(values, cu_seqlens), gamma)
-        return launch(rewards, values, flags, factors, moments)
-    if flags is None:
-        assert action is not None and turn is not None
-        nodes = _find_nodes(action, turn, cu_seqlens)
-    else:
-        nodes = _read_nodes(flags)
-    advantages = torch.zeros(values.shape, dtype=values.dtype, device=values.device)
-    returns = torch.zeros_like(advantages)
-    measured = torch.zeros(3 if moments else 0, dtype=torch.float64, device=values.device)
-    if nodes.index_N.numel() == 0:
-        return advantages, returns, measured
-    reward_N = _select(rewards, nodes.index_N).double()
-    value_N = _select(values, nodes.index_N).double()
-    if bootstrap is not None:
-        last = nodes.row_last
-        _add_bootstrap(reward_N, last, nodes.index_N[last], bootstrap, _offsets(values, cu_seqlens), gamma)
-    by_turn = gamma_token == 1.0 and lambda_token == 1.0
-    return_N = (_returns_by_turn if by_turn else _returns_by_token)(reward_N, value_N, nodes, factors)
-    advantage_N = return_N - value_N
-    total = advantage_N.sum()
-    if not math.isfinite(total):  # every reward and value is part of it, and nothing cancels NaN or inf
-        raise ValueError(
-            "rewards, values and bootstrap must be finite at action tokens; "
-            "look for the step at which the critic or the reward became NaN or inf"
-        )
-    returns.view(-1).scatter_(0, nodes.index_N, return_N.to(values.dtype))
-    advantages.view(-1).scatter_(0, nodes.index_N, advantage_N.to(values.dtype))
-    if moments:
-        mean = total / advantage_N.numel()
-        spread = (advantage_N - mean).square().sum()
-        measured = torch.stack((torch.full_like(mean, advantage_N.numel()), mean, spread))
+            nodes = _find_nodes(action, turn, cu_seqlens)
+        else:
+            nodes = _read_nodes(flags)
+        if nodes.index_N.numel():
+            reward_N = _select(rewards, nodes.index_N).double()
+            value_N = _select(values, nodes.index_N).double()
+            if bootstrap is not None:
+                last = nodes.row_bounds[1:] - 1
+                _add_bootstrap(reward_N, last, nodes.index_N[last], bootstrap, _offsets(values, cu_seqlens), gamma)
+            by_turn = gamma_token == 1.0 and lambda_token == 1.0
+            return_N = (_returns_by_turn if by_turn else _returns_by_token)(reward_N, value_N, nodes, factors)
+            returns.view(-1).scatter_(0, nodes.index_N, return_N.to(values.dtype))
+            advantage_N = return_N.sub_(value_N)
+            total = advantage_N.sum()
+            if not math.isfinite(total):  # every reward and value is part of it, and nothing cancels NaN or inf
+                raise ValueError(
+                    "rewards, values and bootstrap must be finite at action tokens; "
+                    "look for the step at which the critic or the reward became NaN or inf"
+                )
+            advantages.view(-1).scatter_(0, nodes.index_N, advantage_N.to(values.dtype))
+            if moments:
+                mean = total / advantage_N.numel()
+                measured[0] = advantage_N.numel()
+                measured[1] = mean
+                measured[2] = (advantage_N - mean).square().sum()
     return advantages, returns, measured
 
 
@@ -245,13 +247,14 @@ class _Nodes(NamedTuple):
     """The N action tokens, and the M turns that they fall into."""
 
     index_N: Tensor  # flat token index
+    marks: Tensor  # int8 [N+1], what begins at an action token: 0 nothing, NEW_TURN or NEW_ROW; NEW_ROW at the end
     bounds: Tensor  # [M+1], where among N each turn begins, and N
-    row_goes_on_M: Tensor  # bool: the next turn is of the same row
+    kinds: list[int]  # [M+1], `marks` there
 
     @property
-    def row_last(self) -> Tensor:
-        """Index among N of the last action token of every row that has one."""
-        return self.bounds[1:][~self.row_goes_on_M] - 1
+    def row_bounds(self) -> Tensor:
+        """Where among N each row that has action tokens begins, and N."""
+        return _nonzero(self.marks == NEW_ROW)
 
 
 def _find_nodes(action: Tensor, turn: Tensor, cu_seqlens: Tensor | None) -> _Nodes:
@@ -260,28 +263,30 @@ def _find_nodes(action: Tensor, turn: Tensor, cu_seqlens: Tensor | None) -> _Nod
     offsets_S = _offsets(action, cu_seqlens)
     index_N = _nonzero(action)
     turn_N = _select(turn, index_N)
-    inside_row, new_row = 1, 2  # where a turn can start
-    starts = torch.zeros(index_N.numel() + 1, dtype=torch.uint8, device=action.device)
-    torch.ne(turn_N[1:], turn_N[:-1], out=starts[1:-1])
-    starts[torch.searchsorted(index_N, offsets_S)] = new_row
-    bounds = _nonzero(starts)
-    turn_M, row_goes_on_M = turn_N[bounds[:-1]], starts[bounds[1:]] == inside_row
-    backwards = (turn_M[1:] < turn_M[:-1]) & row_goes_on_M[:-1]
-    if backwards.any():
-        later = int(backwards.nonzero()[0]) + 1
-        raise ValueError(
-            f"turn decreases to {int(turn_M[later])} at flat token {int(index_N[bounds[later]])}; "
-            "number the turns of a row in the order they were sampled"
-        )
-    return _Nodes(index_N, bounds, row_goes_on_M)
+    marks = turn_N.new_zeros(turn_N.numel() + 1, dtype=torch.int8)
+    torch.ne(turn_N[1:], turn_N[:-1], out=marks[1:-1])
+    marks.index_fill_(0, torch.searchsorted(index_N, offsets_S), NEW_ROW)
+    nodes = _nodes(index_N, marks)
+    turns = turn_N.index_select(0, nodes.bounds[:-1]).tolist()
+    for node, (turn_before, turn_here) in enumerate(pairwise(turns), 1):
+        if turn_here < turn_before and nodes.kinds[node] != NEW_ROW:
+            raise ValueError(
+                f"turn decreases to {turn_here} at flat token {int(index_N[nodes.bounds[node]])}; "
+                "number the turns of a row in the order they were sampled"
+            )
+    return nodes
 
 
 def _read_nodes(flags: Tensor) -> _Nodes:
     index_N = _nonzero(flags)
-    end_N = _select(flags, index_N).bitwise_and_(BOUNDARY_AFTER | SEGMENT_END)
-    last_M = _nonzero(end_N)
-    bounds = torch.cat((last_M.new_zeros(1), last_M + 1))
-    return _Nodes(index_N, bounds, end_N[last_M] == BOUNDARY_AFTER)
+    marks = flags.new_full((index_N.numel() + 1,), NEW_ROW, dtype=torch.int8)
+    torch.bitwise_and(_select(flags, index_N), BOUNDARY_AFTER | SEGMENT_END, out=marks[1:])
+    return _nodes(index_N, marks)
+
+
+def _nodes(index_N: Tensor, marks: Tensor) -> _Nodes:
+    bounds = _nonzero(marks)
+    return _Nodes(index_N, marks, bounds, marks.index_select(0, bounds).tolist())
 
 
 def _add_bootstrap(
@@ -299,13 +304,12 @@ def _returns_by_turn(
     gamma, lam, _, _ = factors
     before = reward_N.new_zeros(reward_N.numel() + 1)
     torch.cumsum(reward_N, 0, out=before[1:])
-    through_M, first_value_M = before[nodes.bounds[1:]], value_N[nodes.bounds[:-1]]
+    through_M = before.index_select(0, nodes.bounds).tolist()
+    first_value_M = value_N.take(nodes.bounds - value_N.numel()).tolist()  # from the end: at N stands the first
     from_value, from_return = gamma * (1.0 - lam), gamma * lam
-    shared, total, next_value = array("d"), 0.0, 0.0
-    turns = (reversed(x.tolist()) for x in (through_M, first_value_M, nodes.row_goes_on_M))
-    for through, first_value, row_goes_on in zip(*turns, strict=True):
-        total = through + from_value * next_value + from_return * (total - through) if row_goes_on else through
-        next_value = first_value
+    shared, total = array("d"), 0.0
+    for kind, through, next_value in zip(nodes.kinds[:0:-1], through_M[:0:-1], first_value_M[:0:-1], strict=True):
+        total = through if kind == NEW_ROW else through + from_value * next_value + from_return * (total - through)
         shared.append(total)
     shared.reverse()
     shared_M = torch.frombuffer(shared, dtype=torch.float64).to(reward_N.device)
@@ -317,18 +321,16 @@ def _returns_by_token(
     reward_N: Tensor, value_N: Tensor, nodes: _Nodes, factors: tuple[float, float, float, float]
 ) -> Tensor:
     gamma, lam, gamma_token, lambda_token = factors
-    turn_last_M, row_last = nodes.bounds[1:] - 1, nodes.row_last
+    row_bounds = nodes.row_bounds
     discount_N = torch.full_like(value_N, gamma_token)
-    discount_N[turn_last_M] = gamma
+    discount_N[nodes.bounds[1:] - 1] = gamma
     trace_N = torch.full_like(value_N, gamma_token * lambda_token)
-    trace_N[turn_last_M] = gamma * lam
-    trace_N[row_last] = 0.0
-    next_value_N = torch.zeros_like(value_N)
-    next_value_N[:-1] = value_N[1:]
-    next_value_N[row_last] = 0.0
+    trace_N[nodes.bounds[1:] - 1] = gamma * lam
+    trace_N[row_bounds[1:] - 1] = 0.0
+    next_value_N = value_N.roll(-1)
+    next_value_N[row_bounds[1:] - 1] = 0.0
     delta_N = reward_N + discount_N * next_value_N - value_N
-    longest = int(row_last.diff(prepend=row_last.new_full((1,), -1)).max())
-    return _scan_backward(trace_N, delta_N, longest) + value_N
+    return _scan_backward(trace_N, delta_N, int(row_bounds.diff().max())) + value_N
 
 
 def _scan_backward(factor: Tensor, term: Tensor, longest: int) -> Tensor:
@@ -346,15 +348,8 @@ def _scan_backward(factor: Tensor, term: Tensor, longest: int) -> Tensor:
 
 
 def _nonzero(x: Tensor) -> Tensor:
-    """Flat indices of the nonzero elements. Many bytes are looked at eight at a time: most words are all 0."""
-    flat = x.reshape(-1)
-    if flat.is_cuda or flat.element_size() > 1 or flat.numel() < LONG:
-        return flat.nonzero().squeeze(1)
-    if flat.numel() % 8 or flat.storage_offset() % 8 or not flat.is_contiguous():
-        flat = torch.cat((flat, flat.new_zeros(-flat.numel() % 8)))
-    filled = flat.view(torch.int64).nonzero()
-    inside = flat.view(-1, 8).index_select(0, filled.squeeze(1)) != 0
-    return (8 * filled + torch.arange(8)).masked_select(inside)
+    """Flat indices of the nonzero elements."""
+    return x.reshape(-1).nonzero().squeeze(1)
 
 
 def _select(x: Tensor, index: Tensor) -> Tensor:
@@ -365,19 +360,19 @@ def _select(x: Tensor, index: Tensor) -> Tensor:
 def _offsets(like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """int64 [S+1] flat offsets of the rows, checked where they were given."""
     if cu_seqlens is None:
-        rows, tokens = like.shape
-        return torch.arange(rows + 1, device=like.device) * tokens
-    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != like.numel() or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens must rise from 0 to {like.numel()}, got {cu_seqlens.tolist()}")
+        return torch.arange(0, like.numel() + 1, max(like.shape[1], 1), device=like.device)
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] != like.numel() or offsets != sorted(offsets):
+        raise ValueError(f"cu_seqlens must rise from 0 to {like.numel()}, got {offsets}")
     return cu_seqlens.to(torch.int64)
 
 
 def _check_layout(given: dict[str, Tensor], cu_seqlens: Tensor | None) -> None:
     """All of one shape, [B, T], or [T] with offsets."""
     wanted = 2 if cu_seqlens is None else 1
-    shapes = {name: tuple(x.shape) for name, x in given.items()}
-    if len(set(shapes.values())) != 1 or any(len(shape) != wanted for shape in shapes.values()):
+    shapes = [x.shape for x in given.values()]
+    if any(shape != shapes[0] for shape in shapes) or len(shapes[0]) != wanted:
         layout = "[B, T] without cu_seqlens" if wanted == 2 else "[T] with cu_seqlens"
-        raise ValueError(f"{', '.join(shapes)} must all be {layout}; got {list(shapes.values())}")
+        raise ValueError(f"{', '.join(given)} must all be {layout}; got {[tuple(shape) for shape in shapes]}")
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point()):
         raise ValueError(f"cu_seqlens must be integers [S+1], got shape {tuple(cu_seqlens.shape)}")

@@ -27,6 +27,7 @@ def test_every_kernel_compiles_within_the_target(target):
     assert {row["kernel"] for row in report["kernels"]} == set(KERNELS)
     for row in report["kernels"]:
         assert row["shared"] <= report["limit"] and row["spilled"] == 0 and not row["float64"], row
+        assert row["warps"] * (64 if target.startswith("gfx") else 32) <= 1024, row  # threads of a block
     for name, arrays in KERNELS.items():
         assert max(row["wide_loads"] for row in report["kernels"] if row["kernel"] == name) >= arrays, name
         assert any("'i64'" in row["signature"] for row in report["kernels"] if row["kernel"] == name) or name in TILED

@@ -78,6 +78,36 @@ def test_ties_keep_their_gradient(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_a_value_at_the_edge_of_its_band_keeps_its_gradient(impl):
+    """Moved by less than, by exactly, and by more than the clip; the last towards the return and away from it."""
+    hidden = torch.tensor([[0.125], [0.25], [-0.25], [0.5], [0.5]], device=DEVICE).requires_grad_()
+    zeros, one = torch.zeros(5, device=DEVICE), torch.ones(1, device=DEVICE)
+    returns = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0], device=DEVICE)
+    found = value_loss(hidden, one, zeros[:1], zeros, returns, clip=0.25, impl=impl)
+    assert float(found.clipped) == 1
+    (gradient,) = torch.autograd.grad(found.loss, hidden)
+    assert gradient[:, 0].tolist() == [-0.875, -0.75, -1.25, 0.0, 1.5]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_padding_changes_nothing(impl):
+    """Columns added to a batch, masked and poisoned, leave every loss, sum and gradient as they were."""
+    rows = [torch.randn(3, 5, generator=torch.Generator().manual_seed(k)).to(DEVICE) for k in range(5)]
+    hidden, head = torch.randn(3, 5, 4, device=DEVICE), torch.ones(4, device=DEVICE)
+    wide = [torch.nn.functional.pad(x, (0, 2), value=math.nan) for x in rows]
+    found = []
+    for x, states in ((rows, hidden), (wide, torch.nn.functional.pad(hidden, (0, 0, 0, 2), value=math.nan))):
+        mask = torch.arange(x[0].shape[1], device=DEVICE).expand(3, -1) < 5
+        leaves = [x[0].clone().requires_grad_(), states.clone().requires_grad_()]
+        policy = ppo_loss(leaves[0], *x[1:3], mask, dual_clip=2.0, impl=impl)
+        critic = value_loss(leaves[1], head, head[:1], *x[3:], mask, impl=impl)
+        gradients = torch.autograd.grad(policy.loss.sum() + critic.loss, leaves)
+        found.append([*policy[1:], critic.loss, critic.clipped, *(g[:, :5] for g in (policy.loss, *gradients))])
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_extreme_ratios_stay_finite(impl):
     logprob = torch.tensor([90.0, -90.0], device=DEVICE, requires_grad=True)
     old, advantage = -logprob.detach(), torch.tensor([-1.0, 1.0], device=DEVICE)

@@ -36,16 +36,23 @@ def test_tb_gae_in_whole_chunks(tokens):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "vocabulary"), [(9, 8, 17_001), pytest.param(4097, 1024, 17_001, marks=only_on_a_gpu)]
+    ("impl", "tokens", "width", "vocabulary"),
+    [
+        ("triton", 9, 8, 17_001),
+        ("torch", 140, 8, 50_264),  # of GPT-2, padded: no multiple of a slice, and more tokens than a chunk
+        ("torch", 3, 8, 151_936),
+        ("torch", 3, 8, 248_320),
+        pytest.param("triton", 4097, 1024, 17_001, marks=only_on_a_gpu),
+    ],
 )
-def test_linear_logprob_in_whole_tiles_of_half_precision(tokens, width, vocabulary):
+def test_linear_logprob_in_whole_tiles_of_half_precision(impl, tokens, width, vocabulary):
     """Logits are never rounded to bfloat16 (which costs 0.01 and more); gradients are, a few times at the most."""
     hidden, weight = draw(tokens, width, dtype=torch.bfloat16), draw(vocabulary, width, dtype=torch.bfloat16)
     target = torch.arange(tokens, device=DEVICE) * 7919 % vocabulary
     leaves = [hidden.requires_grad_(), (weight * (3 / width**0.5)).requires_grad_()]
     exact = [x.detach().double().requires_grad_() for x in leaves]
     upstream = [draw(tokens, seed=seed) for seed in (1, 2)]
-    found = linear_logprob(*leaves, target, 0.8, impl="triton")
+    found = linear_logprob(*leaves, target, 0.8, impl=impl)
     right = reference.linear_logprob(*exact, target, 0.8)
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-4)
@@ -70,10 +77,18 @@ def test_value_loss_in_whole_rows(width):
         torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
 
 
+def kernel_sources() -> list[str]:
+    return [line for path in Path(head.__file__).parent.glob("*_triton.py") for line in path.read_text().splitlines()]
+
+
+def test_nothing_is_added_in_an_order_of_its_own_or_tuned_by_timing():
+    """Atomics and autotuning give other bits from run to run; `tl.dot` would be TensorFloat-32 by default."""
+    assert not [line for line in kernel_sources() if re.search(r"tl\.atomic|autotune|tl\.dot|reverse=True", line)]
+
+
 def test_every_address_is_computed_in_64_bits():
     """What a program's number is multiplied by may be the length of a row: 32 bits wrap round silently."""
-    sources = Path(head.__file__).parent.glob("*_triton.py")
-    found = [line for path in sources for line in path.read_text().splitlines() if "tl.program_id" in line]
+    found = [line for line in kernel_sources() if "tl.program_id" in line]
     assert len(found) >= 6
     assert all(re.search(r"= tl\.program_id\(0\)\.to\(tl\.int64\)$", line) for line in found), found
 

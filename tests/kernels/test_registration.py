@@ -54,9 +54,13 @@ def test_opcheck(impl, tokens):
     torch.library.opcheck(OPS["value_loss"]._op, critic)
     row = numbers[1].view(1, -1)
     turn = torch.zeros(1, tokens, dtype=torch.int64, device=DEVICE)
+    turned_row = leaf(tokens, 2).detach().T
     for given in ((row > -9, turn, None), (None, None, flags_from(row > -9, turn))):
         factors = (0.99, 0.95, 1.0, 1.0, True, impl)
         torch.library.opcheck(OPS["tb_gae"]._op, (row, row, *given, None, None, *factors))
+    turned = (turned_row, turned_row, turned_row > -9, turn.expand(2, tokens), None, None, None, *factors)
+    torch.library.opcheck(OPS["tb_gae"]._op, turned)
+    torch.library.opcheck(OPS["value_loss"]._op, (leaf(3, tokens).detach().T.requires_grad_(), *critic[1:]))
 
 
 def whole_step(hidden, weight, bias, target, old, advantage, action, turn):  # type: ignore[no-untyped-def]
@@ -68,8 +72,9 @@ def whole_step(hidden, weight, bias, target, old, advantage, action, turn):  # t
     return policy.loss.sum() - 0.01 * entropy.sum() + critic.loss
 
 
-def test_compiles_without_a_graph_break_and_without_recompiling_by_length():
+def test_compiles_without_a_graph_break_and_without_recompiling_by_length(monkeypatch):
     torch.compiler.reset()
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     compiled = torch.compile(whole_step, fullgraph=True, dynamic=True)
     for tokens in (4, 9, 17):
         leaves = [leaf(tokens, 3), leaf(7, 3), leaf(1)]

@@ -1,6 +1,5 @@
 """TB-GAE against its recursion, and every property that follows from its definition."""
 
-import importlib
 import math
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rsi_kernels import combine_moments, flags_from, tb_gae, tb_gae_triton, tb_gae_with_moments
 from rsi_kernels.reference import tb_gae_row
-from rsi_kernels.tb_gae import _nonzero as find_nonzero
 from torch import Tensor
 
 PROPERTY = settings(deadline=None, max_examples=60, derandomize=True)
@@ -238,17 +236,22 @@ def test_splitting_a_turn_leaves_the_others_alone(rows, gamma, lam, extra):
             torch.testing.assert_close(ours[b][one.action[b]][:keep], theirs[b][other.action[b]][:keep])
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (3, 0), (3, 5)])
-def test_nothing_to_do(shape):
-    zeros = torch.zeros(shape)
-    bootstrap = torch.full(shape[:1], math.nan)
-    for result in tb_gae(zeros * math.nan, zeros * math.nan, zeros.bool(), zeros.long(), bootstrap=bootstrap):
+def test_nothing_to_do(shape, impl):
+    zeros = torch.zeros(shape, device=DEVICE)
+    given = zeros * math.nan, zeros * math.nan, zeros.bool(), zeros.long()
+    bootstrap = torch.full(shape[:1], math.nan, device=DEVICE)
+    *results, moments = tb_gae_with_moments(*given, bootstrap=bootstrap, impl=impl)
+    assert moments.tolist() == [0.0, 0.0, 0.0]
+    for result in results:
         assert result.shape == shape and not result.any()
 
 
-def test_packed_nothing_to_do():
-    empty = torch.zeros(0)
-    advantages, _ = tb_gae(empty, empty, empty.bool(), empty.long(), cu_seqlens=torch.tensor([0, 0, 0]))
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_packed_nothing_to_do(impl):
+    empty, offsets = torch.zeros(0, device=DEVICE), torch.tensor([0, 0, 0], device=DEVICE)
+    advantages, _ = tb_gae(empty, empty, empty.bool(), empty.long(), cu_seqlens=offsets, impl=impl)
     assert advantages.shape == (0,)
 
 
@@ -270,9 +273,15 @@ def test_non_contiguous_inputs_and_no_gradient():
     batch = lay_out([[(1, [(1.0, 2.0)] * 3), (2, [(0.5, -1.0)] * 2)]] * 3, [1, 2], fill=0.0)
     turned = [x.T.contiguous().T for x in (batch.rewards, batch.values, batch.action, batch.turn)]
     assert not turned[1].is_contiguous()
-    turned[1].requires_grad_()
-    advantages, returns = tb_gae(*turned)
-    assert not advantages.requires_grad and not returns.requires_grad
+    bootstrap = torch.ones(3).requires_grad_()
+    for x in turned[:2]:
+        x.requires_grad_()
+    for impl, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+        given = [x.detach().to(DEVICE, dtype).requires_grad_() for x in turned[:2]]
+        found = tb_gae(*given, *(x.to(DEVICE) for x in turned[2:]), bootstrap=bootstrap.to(DEVICE), impl=impl)
+        assert not any(x.requires_grad for x in found)
+    advantages, _ = tb_gae(*turned)
+    assert not advantages.requires_grad
     assert torch.equal(advantages, batch.run()[0])
 
 
@@ -373,15 +382,15 @@ def test_flags_say_all_that_turns_say(rows, gaps, gamma, lam, gamma_token, lambd
             assert torch.equal(ours, wanted)
 
 
-def test_byte_scan_finds_what_nonzero_finds(monkeypatch):
-    """Lengths around a word, alignments within one, gaps, dense and sparse."""
-    monkeypatch.setattr(importlib.import_module("rsi_kernels.tb_gae"), "LONG", 0)
-    for length in (1, 7, 8, 9, 63, 64, 65, 500):
-        for start, step in ((0, 1), (1, 1), (8, 1), (0, 2)):
-            for density in (0.0, 0.02, 0.5, 1.0):
-                x = (torch.rand(start + step * length) < density)[start::step]
-                for same in (x, x * torch.tensor(8, dtype=torch.uint8), x * 8.0):
-                    assert torch.equal(find_nonzero(same), x.nonzero().squeeze(1))
+def test_results_are_ordinary_tensors():
+    """Computed in inference mode, whose tensors could not be saved for a backward pass."""
+    batch = random_batch(2, 9)
+    for bootstrap in (None, torch.ones(2, device=DEVICE)):
+        given = (batch.rewards, batch.values, batch.action, batch.turn)
+        for found in tb_gae_with_moments(*given, bootstrap=bootstrap):
+            assert not found.is_inference()
+            scale = torch.ones((), device=DEVICE, requires_grad=True)
+            assert torch.autograd.grad((scale.to(found.dtype) * found).sum(), scale)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 33, 65, 130])
