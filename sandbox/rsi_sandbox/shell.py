@@ -13,16 +13,23 @@ import select
 import shlex
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .records import FLOOD_BYTES, OUTPUT_BYTES, Result, SandboxError
 from .task import Healthcheck
+
+if TYPE_CHECKING:
+    from .interface import Sandbox
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SHELL = ("/bin/bash", "--noprofile", "--norc", "-c")
 RESTARTED = "[the shell ended with status {}; a new one was started]"
 _START_SECONDS = 30.0
-_GRACE = ((0.2, "interrupt"), (1.0, "restart"), (3.0, None))  # seconds given to the shell, then what is tried
+_GRACE = (
+    (0.2, "interrupt"),
+    (3.0, "restart"),
+    (_START_SECONDS, None),
+)  # seconds given to the shell, then what is tried
 
 # One line, so that bash's messages say "line 1". USR2 leaves a loop of builtins without losing the state;
 # `jobs` (into /dev/null) keeps "Killed" notices, which name process ids, out of the next command's output.
@@ -32,7 +39,7 @@ _DRIVER = (
     'builtin jobs; builtin eval "$__rsi_c" </dev/null >&251 2>&1 250<&- 251>&-; __rsi_s=$? __rsi_x=; '
     'elif [[ $__rsi_k == F ]]; then LC_ALL=C builtin read -r -N "$__rsi_b" -u 250 __rsi_c; '
     "(builtin cd @WORKDIR; exec -c /bin/bash --noprofile --norc -c "
-    '"export @EXPORTS RSI_COMMAND=$__rsi_a; eval \\"\\$1\\"" bash "$__rsi_c") '
+    '"export HOME=${__rsi_h@Q} @EXPORTS RSI_COMMAND=$__rsi_a; eval \\"\\$1\\"" bash "$__rsi_c") '
     "</dev/null >&251 2>&1 250<&- 251>&-; __rsi_s=$? __rsi_x=; "
     'else IFS=" " builtin read -r __rsi_t __rsi_b </proc/uptime; '
     'builtin printf \'\\036%s %d %d %s%s\\036\' "$__rsi_a" "$__rsi_s" $$ "${__rsi_t/./}" '
@@ -43,7 +50,7 @@ _DRIVER = (
 # Runs as root inside the sandbox, builtins only: it must work where no process can be started.
 KILL = r"""
 mode=$1 marker=$2 since=$3 shell=$4
-for round in {1..500}; do
+while (( SECONDS < 30 )); do  # what was killed takes its time to die on a busy machine
   found=0
   for d in /proc/[0-9]*; do
     p=${d#/proc/}
@@ -73,7 +80,7 @@ exit 1
 
 FREEZE = r"""
 clean=0
-for round in {1..2000}; do
+while (( SECONDS < 30 )); do
   moving=0
   for d in /proc/[0-9]*; do
     p=${d#/proc/}
@@ -115,14 +122,18 @@ def driver(workdir: str, environment: Mapping[str, str]) -> str:
     fresh = exports(environment).replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`")
     loop = _DRIVER.replace("@WORKDIR", shlex.quote(workdir)).replace("@EXPORTS", fresh)
     return (
-        'exec 250<&0 251>&1 </dev/null >/dev/null 2>&1; __rsi_s=$1 __rsi_x=" x"; shift; '
+        'exec 250<&0 251>&1 </dev/null >/dev/null 2>&1; __rsi_h=$HOME __rsi_s=$1 __rsi_x=" x"; shift; '
         f'__rsi_d={shlex.quote(loop)}; builtin eval "$__rsi_d"'
     )
 
 
 def environment(variables: Mapping[str, str], home: str) -> dict[str, str]:
-    """The environment of every process in a sandbox: fixed values, then the task's own."""
-    fixed = {"PATH": PATH, "HOME": home, "LC_ALL": "C", "TERM": "dumb", "TZ": "UTC", "PAGER": "cat"}
+    """The environment of every process in a sandbox: fixed values, then the task's own. Where `home` is empty it is
+    the user's own, as docker sets it.
+    """
+    fixed = {"PATH": PATH, "LC_ALL": "C", "TERM": "dumb", "TZ": "UTC", "PAGER": "cat"} | (
+        {"HOME": home} if home else {}
+    )
     return fixed | {"DEBIAN_FRONTEND": "noninteractive"} | dict(variables)
 
 
@@ -341,16 +352,21 @@ def begin(machine: Machine, check: Healthcheck | None) -> None:
     """Open the agent's shell; return when the health check succeeds. Where either fails the sandbox is closed."""
     try:
         machine.shell = Shell(machine)
-        begun, failures = time.monotonic(), 0
-        while check and (result := run(machine, check.command, check.timeout, fresh=True)).exit_code != 0:
-            failures += time.monotonic() - begun >= check.start_period
-            if failures >= check.retries:
-                said = result.output[-500:]
-                raise SandboxError(f"the health check {check.command!r} failed {failures} times: {said!r}")
-            time.sleep(check.interval)
+        wait_healthy(machine.shell, check)
     except BaseException:
         machine.close()
         raise
+
+
+def wait_healthy(shell: "Shell | Sandbox", check: Healthcheck | None) -> None:
+    """Return when the check succeeds; SandboxError where it fails too often."""
+    begun, failures = time.monotonic(), 0
+    while check and (result := shell.run(check.command, check.timeout, fresh=True)).exit_code != 0:
+        failures += time.monotonic() - begun >= check.start_period
+        if failures >= check.retries:
+            said = result.output[-500:]
+            raise SandboxError(f"the health check {check.command!r} failed {failures} times: {said!r}")
+        time.sleep(check.interval)
 
 
 # These two are methods of both kinds of sandbox.
