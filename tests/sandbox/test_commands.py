@@ -94,11 +94,32 @@ def test_output_that_never_pauses_does_not_put_off_the_limit(sandbox: Sandbox) -
 def test_fifty_timeouts_in_a_row_leave_nothing(sandbox: Sandbox) -> None:
     sandbox.run("KEPT=yes")
     for _ in range(50):
-        command = "for i in 1 2 3; do (setsid sleep 500 &); sleep 500 & done; sleep 0.2; sleep 500; touch late"
+        command = "for i in 1 2 3; do (setsid sleep 500 &); sleep 500 & done; sleep 500; touch late"
         assert sandbox.run(command, timeout=0.1).limit == "timeout"
     assert sandbox.run("echo $KEPT; ls").output == "yes\nwords.txt\n"  # nothing begins after the limit
     until = "for i in {1..300}; do set -- /proc/[0-9]*; (($# < 8)) && break; sleep 0.1; done; echo $#"
     assert int(sandbox.run(until, timeout=60).output) < 8  # zombies are reaped, too
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "inner() { while :; do sleep 0.1; done; }; outer() { inner; inner; }; outer",
+        "x=$(sleep 500); sleep 500",
+        "sleep 500 | cat; (sleep 500)",
+        "wait; sleep 300 & wait",
+        "eval 'sleep 500; while read -t 500; do :; done < <(sleep 500)'",
+    ],
+)
+def test_whatever_is_cut_the_state_stays(sandbox: Sandbox, command: str) -> None:
+    sandbox.run("KEPT=yes; cd /tmp")
+    assert sandbox.run(command, timeout=0.5).limit == "timeout"
+    assert sandbox.run("echo $KEPT; pwd").output == "yes\n/tmp\n"
+
+
+def test_a_program_in_the_shells_place_is_ended_too(sandbox: Sandbox) -> None:
+    assert sandbox.run("trap '' USR2; exec sleep 500", timeout=0.5).limit == "timeout"
+    assert sandbox.run("echo again").output == "again\n"
 
 
 def test_orphans_are_reaped(sandbox: Sandbox) -> None:
