@@ -25,7 +25,11 @@ from .task import Task
 if TYPE_CHECKING:
     from .daemon import DockerBackend
 
-OUTER = 'trap "exit 0" USR1; s=0; while :; do /bin/bash --noprofile --norc -c "$1" bash $s; s=$?; done'
+# Where no process is to be had for the shell, bash ends: then it begins again in its own place.
+OUTER = (
+    'trap "trap - EXIT; exit 0" USR1; trap \'exec /bin/bash --noprofile --norc -c "$BASH_EXECUTION_STRING" bash "$1"\' '
+    'EXIT; s=0; while :; do /bin/bash --noprofile --norc -c "$1" bash $s; s=$?; done'
+)
 API_SECONDS = 60
 _Parsed = TypeVar("_Parsed")
 FAILURES = (docker.errors.DockerException, requests.exceptions.RequestException, OSError)

@@ -35,7 +35,7 @@ _GRACE = ((0.2, "command"), (3.0, "restart"), (_START_SECONDS, None))
 _DRIVER = (
     '__rsi_i=; while IFS=" " builtin read -r -u 250 __rsi_k __rsi_a __rsi_b; do if [[ $__rsi_k == [CF] ]]; then '
     'LC_ALL=C builtin read -r -N "$__rsi_b" -u 250 __rsi_c; builtin jobs; builtin trap "__rsi_i=1; '
-    '((\${#FUNCNAME[@]})) && builtin return 130; builtin break 99" USR2; '
+    '((\\${#FUNCNAME[@]})) && builtin return 130; builtin break 99" USR2; '
     "if [[ $__rsi_k == C ]]; then export RSI_COMMAND=$__rsi_a; "
     'builtin eval "$__rsi_c" </dev/null >&251 2>&1 250<&- 251>&-; '
     "else (builtin cd @WORKDIR; exec -c /bin/bash --noprofile --norc -c "

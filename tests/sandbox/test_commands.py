@@ -234,7 +234,7 @@ def test_sixteen_threads(backend: Backend, task: Task) -> None:
 def test_what_runs_out_is_named(sandbox: Sandbox, command: str, exhausted: tuple[str, ...]) -> None:
     if "big" in command and sandbox.__class__.__name__ == "LocalSandbox":
         command = "head -c 1100M /dev/zero > /app/big"  # full as long as the file is there
-    result = sandbox.run(command, timeout=10 if "sleep" in command else 200)  # bash itself tries again for 15 s
+    result = sandbox.run(command, timeout=25 if "sleep" in command else 200)  # bash tries again for 15 s, then ends
     assert result.exhausted == exhausted, result
     assert sandbox.run("echo alive").output.endswith("alive\n")
 

@@ -22,7 +22,6 @@ import docker
 import pytest
 from rsi_sandbox import Backend, SandboxError, Task, load_task, open_backend, verify
 from rsi_sandbox.__main__ import main
-from rsi_sandbox.trial import new_trial, run_trial
 from sandbox_tasks import SOLUTION, open_or_skip, write_task
 
 KINDS = ["local", pytest.param("docker", marks=pytest.mark.docker)]
