@@ -388,3 +388,30 @@ def test_run_command_writes_harbors_layout(
     assert json.loads((job / "result.json").read_text())["outcomes"] == {"passed": 1}
     assert {path.name for path in (trial / "verifier").iterdir()} == {"reward.json", "ctrf.json", "test-stdout.txt"}
     assert main([*arguments, "nop"]) == 1
+
+
+def test_wrong_use_is_answered_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", str(write_task(tmp_path / "task")), "--sandbox", "local"]
+    for number in ("0", "-1", "two"):
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--jobs", number])
+        assert ended.value.code == 2 and f"'{number}' is not a whole number above 0" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main([*arguments, "--out", str(tmp_path / "file")]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"rsi_sandbox: --out {tmp_path}/file: Not a directory; give a folder that can be written\n"
+    )
+
+
+def test_nothing_that_a_task_says_moves_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = r"\u001b]0;title\u0007one\ntwo\u001b[2J"
+    report = f'{{"results":{{"tests":[{{"name":"{name}","status":"failed"}}]}}}}'
+    script = f"echo 1 > /logs/verifier/reward.txt; cat > /logs/verifier/ctrf.json <<'END'\n{report}\nEND\n"
+    folder = write_task(tmp_path / "task", script)
+    assert (
+        main(["run", str(folder), "--sandbox", "local", "--out", str(tmp_path / "jobs"), "--agent", "a=\x1b[2J\n:"])
+        == 1
+    )
+    shown = capsys.readouterr().out
+    assert "reward 1, but one two failed" in shown and "\x1b" not in shown and shown.count("\n") == 3
