@@ -3,7 +3,6 @@
 from types import ModuleType
 from typing import Literal
 
-from .dockerfile import read_folder
 from .interface import Backend, Sandbox
 from .local import LocalBackend
 from .records import File, Result, SandboxError, TaskError, Verdict
@@ -22,7 +21,6 @@ __all__ = [
     "judge",
     "load_task",
     "open_backend",
-    "read_folder",
     "verify",
 ]
 

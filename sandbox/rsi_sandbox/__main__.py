@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from . import SandboxError, TaskError, docker_modules, load_task, open_backend
 from .dockerfile import STAND_INS
 from .interface import Backend
+from .shell import clean
 from .trial import Trial, new_trial, run_trial, summary, with_verifier
 
 
@@ -29,8 +31,22 @@ def main(arguments: list[str]) -> int:
         }  # fmt: skip
         return commands[options.command](options)
     except (SandboxError, TaskError) as error:
-        print(f"rsi_sandbox: {error}", file=sys.stderr)
+        print(f"rsi_sandbox: {_line(str(error))}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("rsi_sandbox: interrupted; its sandboxes are removed", file=sys.stderr)
+        return 130
+
+
+def _line(text: str) -> str:
+    """What a task, an agent or a test said, fit for one line of a terminal."""
+    return " ".join(clean(text).split())
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (run, check):
         command.add_argument("tasks", nargs="+", type=Path, metavar="TASK", help="task folders")
         command.add_argument("--sandbox", choices=("auto", "local", "docker"), default="auto")
-        command.add_argument("--jobs", type=int, default=2, help="trials at once (2)")
+        command.add_argument("--jobs", type=_count, default=2, help="trials at once (2)")
         command.add_argument("--base", action="append", default=[], metavar="NAME=LOCAL", help="stand-in for an image")
     commands.add_parser("list", help="docker sandboxes on this machine, and whether their owners live")
     commands.add_parser("reap", help="remove the docker sandboxes whose owners are dead")
@@ -62,8 +78,11 @@ def _run(options: argparse.Namespace) -> int:
     tasks = [load_task(folder) for folder in options.tasks]
     if options.verifier:
         tasks = [with_verifier(task, options.verifier) for task in tasks]
-    folder = options.out / datetime.datetime.now().strftime("%Y-%m-%d__%H-%M-%S")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = options.out / datetime.datetime.now().strftime("%Y-%m-%d__%H-%M-%S.%f")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise TaskError(f"--out {options.out}: {error.strerror}; give a folder that can be written") from None
     settings = {"agent": options.agent, "sandbox": options.sandbox, "jobs": options.jobs}
     (folder / "config.json").write_text(json.dumps(settings | {"tasks": [str(t.folder) for t in tasks]}, indent=2))
     trials = [new_trial(task, options.agent) for task in tasks]
@@ -88,10 +107,10 @@ def _check(options: argparse.Namespace) -> int:
         if oracle.verdict and not wrong:
             checks = oracle.verdict.checks.values()
             wrong = [f"oracle {oracle.verdict.reward:g} ({sum(checks)}/{len(checks)} checks), no-op fails"]
-        print(f"{'ok' if good[-1] else 'FAILED':7}{oracle.task.name}: {'; '.join(wrong)}")
+        print(f"{'ok' if good[-1] else 'FAILED':7}" + _line(f"{oracle.task.name}: {'; '.join(wrong)}"))
         for line in (*oracle.task.notes, oracle.error, nop.error):
             if line:
-                print(f"       {line}")
+                print(f"       {_line(line)}")
     return 0 if all(good) else 1
 
 
@@ -109,6 +128,9 @@ def _go(backend: Backend, trials: list[Trial], jobs: int, work: Callable[[Trial]
             rows += [_row(trial, time.time() - min([*trial.phases.values()])[0]) for trial in busy]
             print(f"\033[{shown}F\033[J" if shown else "", *(f"{row}\n" for row in rows), sep="", end="", flush=True)
             shown = len(busy)
+    except BaseException:
+        backend.close()  # what runs ends now, not at its time limit
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -117,7 +139,7 @@ def _row(trial: Trial, seconds: float) -> str:
     reward = f"{trial.verdict.reward:.2f}" if trial.verdict else "    "
     told = trial.error or (trial.verdict.note or " ".join(trial.verdict.tampered) if trial.verdict else "")
     outcome = f"{trial.outcome[:20]:20} {reward} {seconds:6.1f} s"
-    return f"{trial.name:42} {trial.agent[:10]:10} {outcome}  {told[:60]}".rstrip()
+    return f"{trial.name:42} {_line(trial.agent)[:10]:10} {outcome}  {_line(told)[:60]}".rstrip()
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -132,4 +154,5 @@ def _list(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -51,7 +51,7 @@ def pack(files: Iterable[File]) -> bytes:
 def unpack(chunks: Iterator[bytes], path: str, room: int, depth: int, cut: bool) -> Iterator[File]:
     """Regular files and directories of a tar stream whose root stands for `path`; raises TooLong.
 
-    `room` bytes in all are returned: longer files are left out, or cut.
+    With `cut` each file's first `room` bytes; else `room` bytes in all, files that do not fit left out.
     """
     with tarfile.open(fileobj=TarStream(chunks, STREAM_BYTES), mode="r|", bufsize=1 << 16) as archive:
         for member in archive:
@@ -64,7 +64,7 @@ def unpack(chunks: Iterator[bytes], path: str, room: int, depth: int, cut: bool)
             elif member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and (cut or member.size <= room):
                 content = archive.extractfile(member)
                 data = content.read(room) if content else b""
-                room -= len(data)
+                room -= 0 if cut else len(data)
                 yield File(target, data, member.mode & 0o777, int(member.mtime))
 
 

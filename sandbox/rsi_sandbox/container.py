@@ -25,7 +25,11 @@ from .task import Task
 if TYPE_CHECKING:
     from .daemon import DockerBackend
 
-OUTER = 'trap "exit 0" USR1; s=0; while :; do /bin/bash --noprofile --norc -c "$1" bash $s; s=$?; done'
+# Where no process is to be had for the shell, bash ends: then it begins again in its own place.
+OUTER = (
+    'trap "trap - EXIT; exit 0" USR1; trap \'exec /bin/bash --noprofile --norc -c "$BASH_EXECUTION_STRING" bash "$1"\' '
+    'EXIT; s=0; while :; do /bin/bash --noprofile --norc -c "$1" bash $s; s=$?; done'
+)
 API_SECONDS = 60
 _Parsed = TypeVar("_Parsed")
 FAILURES = (docker.errors.DockerException, requests.exceptions.RequestException, OSError)
@@ -122,14 +126,21 @@ class DockerSandbox:
     def snapshot(self, task: Task) -> Snapshot:
         """The container's files as an image of their own, and what in them could change the judge."""
         words = set(re.findall(r"[\w.+-]+", b"".join(file.data or b"" for file in task.tests).decode(errors="replace")))
+        searched = {**self._variables, **dict(task.verifier_variables)}["PATH"].split(":")
+        own = set(searched) - set(shell.PATH.split(":"))  # folders that the image puts on PATH
+
+        def judges(kind: str, path: str) -> bool:
+            folder, _, name = path.rpartition("/")
+            return (
+                any(kind in kinds and found.fullmatch(path) for kinds, found in _TAMPERED)
+                or (folder in own and (name in words or re.fullmatch(_PROGRAMS, name) is not None))
+                or any(f"{place}/".startswith(f"{path}/") for place in own)
+                or (path.startswith("/usr/local/") and "/bin/" in path and name in words)
+            )
+
         changes = [("CAD"[entry["Kind"]], entry["Path"]) for entry in self._api("diff") or ()]
         parents = {path.rpartition("/")[0] for _, path in changes}  # a folder counts as changed with what is in it
-        tampered = [
-            path
-            for kind, path in changes
-            if (path not in parents and any(kind in kinds and found.fullmatch(path) for kinds, found in _TAMPERED))
-            or (path.startswith("/usr/local/") and "/bin/" in path and path.rpartition("/")[2] in words)
-        ]
+        tampered = [path for kind, path in changes if path not in parents and judges(kind, path)]
         labels = " ".join(f'{name}="{value}"' for name, value in self._backend.labels.items())
         image = self._api("commit", pause=False, changes=[f"LABEL {labels}"])["Id"]
         return Snapshot(image, tuple(sorted(tampered)))
@@ -228,7 +239,7 @@ class DockerSandbox:
                 raise SandboxError(f"docker exec failed: {error}") from None
 
     def entries(self, path: str, room: int, depth: int, cut: bool = False) -> Iterator[File]:
-        """Regular files and directories at and below `path`, `room` bytes in all: longer files are left out, or cut."""
+        """Regular files and directories at and below `path`, as `unpack` gives them."""
         return self._archive(path, lambda chunks: unpack(chunks, path, room, depth, cut))
 
     def contents(self) -> Iterator[tuple[str, int, bytes]]:

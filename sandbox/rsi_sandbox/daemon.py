@@ -49,10 +49,11 @@ class DockerBackend:
         self.execs = threading.BoundedSemaphore(2 * starts)
         self._local = threading.local()
         self._lock = threading.Lock()
+        self._closed = False
         self._live: set[str] = set()  # names of our containers
         self.labels = {_LABEL: _owner(os.getpid()), "rsi.run": self.run}
         self._build_lock = threading.Lock()
-        self._images: dict[str, str] = {}
+        self._images: dict[str, tuple[str, dict[str, str], str]] = {}
         try:
             self.client.ping()
             if reap:
@@ -68,15 +69,19 @@ class DockerBackend:
         return self._local.client
 
     def start(self, task: Task) -> "DockerSandbox":
-        variables = shell.environment(dict(task.variables), HOME)
+        image, given, user = self._image(task)
+        user = task.agent_user or user
+        home = HOME if user.partition(":")[0] in ("", "root", "0") else ""  # else docker looks it up
+        variables = shell.environment(given | dict(task.variables), home)
         command = [*shell.SHELL, OUTER, "bash", shell.driver(task.workdir, variables)]
         files = () if task.docker_only else task.environment
-        sandbox = self._create(task, self._image(task), command, variables, files, user=task.agent_user)
+        sandbox = self._create(task, image, command, variables, files, user=user)
         shell.begin(sandbox, task.healthcheck)
         return sandbox
 
     def grade(self, task: Task, left: Sequence[File], snapshot: Snapshot | None = None) -> Grade:
-        variables = shell.environment({**dict(task.variables), **dict(task.verifier_variables)}, HOME)
+        image, given, _ = self._image(task, own=True)
+        variables = shell.environment(given | dict(task.variables) | dict(task.verifier_variables), HOME)
         own = task.verifier_image or task.verifier_folder
         volumes = toolchain.mount(self.client, self.labels) if task.docker_only else {}
         if volumes:
@@ -85,7 +90,7 @@ class DockerBackend:
             File("/logs/verifier", None, 0o777 if task.verifier_user else 0o755),
             *([] if own else [File("/tests", None, 0o755), *task.tests]),
         ]
-        image, command, files = self._image(task, own=True), ["/bin/bash", "/tests/test.sh"], tests
+        command, files = ["/bin/bash", "/tests/test.sh"], tests
         if snapshot or own or task.docker_only:  # the image itself holds what these replace
             stage = f"/.rsi-{secrets.token_hex(8)}"
             roots = [*(() if snapshot else task.artifacts), "/logs/verifier", *(() if own else ("/tests",))]
@@ -104,7 +109,8 @@ class DockerBackend:
             with self._create(task, image, command, variables, files, volumes=volumes) as sandbox:
                 output = sandbox.wait(task.verifier_timeout)
                 sandbox.stop()
-                found = {file.path: file.data for file in sandbox.entries("/logs", REPORT_BYTES, 2, cut=True)}
+                logs = sandbox.entries("/logs", REPORT_BYTES, 2, cut=True)
+                found = {file.path: file.data for file in logs if file.path in RESULT_FILES}
         finally:
             if snapshot:
                 self.forget(snapshot)
@@ -165,9 +171,11 @@ class DockerBackend:
                     labels=self.labels,
                     host_config=limits,
                 )
-                self.client.api.put_archive(name, "/", pack(files))
+                api.put_archive(name, "/", pack(files))
                 sandbox = DockerSandbox(self, name, user or "root", variables)
-                self.client.api.start(name)
+                if self._closed:
+                    raise SandboxError("the docker backend is closed")
+                api.start(name)
                 return sandbox
             except BaseException as error:
                 with contextlib.suppress(SandboxError):  # it stays among the live ones, which `close` removes
@@ -176,8 +184,11 @@ class DockerBackend:
                     raise SandboxError(f"a container could not be started ({error})") from None
                 raise
 
-    def _image(self, task: Task, own: bool = False) -> str:
-        """The name of the task's image, or of its verifier's where that has one of its `own`."""
+    def _image(self, task: Task, own: bool = False) -> tuple[str, dict[str, str], str]:
+        """(name, environment, user) of the task's image, or of its verifier's where that has one of its `own`.
+
+        Of the plain base, to which the task's files are added here, environment and user are empty.
+        """
         folder, name = (task.build_folder if task.docker_only else None), task.image
         if own and (task.verifier_image or task.verifier_folder):
             folder, name = task.verifier_folder, task.verifier_image
@@ -188,7 +199,10 @@ class DockerBackend:
                     image = find_base(self.client, key)
                 else:
                     image = build_image(self.client, folder, task.build_timeout)
-                self._images[key] = image
+                config = self.client.images.get(image).attrs["Config"] if name or folder else {}
+                given = dict(entry.partition("=")[::2] for entry in config.get("Env") or ())
+                given = {name: value for name, value in given.items() if name.isidentifier()}
+                self._images[key] = image, given, config.get("User") or ""
             return self._images[key]
 
     def all(self) -> list[tuple[str, str, str, str]]:
@@ -227,6 +241,7 @@ class DockerBackend:
             self._live.discard(name)
 
     def close(self) -> None:
+        self._closed = True  # what is being created removes itself
         with self._lock:
             live = list(self._live)
         for name in live:

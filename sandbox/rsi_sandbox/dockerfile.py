@@ -1,5 +1,6 @@
 """The part of a Dockerfile that needs no build: FROM, COPY, WORKDIR and ENV. Anything else is left to docker."""
 
+import re
 import shlex
 import stat
 from dataclasses import dataclass, field
@@ -28,15 +29,20 @@ def is_clean_path(path: str) -> bool:
     return path.startswith("/") and path.rstrip("/") != "" and not {"..", "."} & set(PurePosixPath(path).parts)
 
 
+def check_links(folder: Path) -> None:
+    """Refuse every link of a task folder that leads to anything but a regular file in it."""
+    root = folder.resolve()
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not (path.is_file() and path.resolve().is_relative_to(root)):
+            raise TaskError(f"{path}: link: leads to no regular file in {folder}; put a copy in its place")
+
+
 def read_folder(folder: Path, destination: str) -> list[File]:
-    """The files under `folder` as they are placed below `destination`; links may not leave the folder."""
+    """The files under `folder` as they are placed below `destination`; links are followed (see `check_links`)."""
     files: list[File] = []
     total = 0
-    root = folder.resolve()
     for path in sorted(folder.rglob("*")):
         target = f"{destination.rstrip('/')}/{path.relative_to(folder).as_posix()}"
-        if not path.resolve().is_relative_to(root):
-            raise TaskError(f"{path}: link: points out of {folder}; copy the file into the folder")
         if path.is_dir():
             files.append(File(target, None, 0o755))
         elif path.is_file():
@@ -52,10 +58,12 @@ def read_folder(folder: Path, destination: str) -> list[File]:
 
 @dataclass
 class Image:
-    """What the understood part of a Dockerfile says."""
+    """What the understood part of a Dockerfile says. Where there is more to it (`docker_only` says what), docker
+    builds it, and of all this `workdir` alone counts: the last stage's, or "" where that names none.
+    """
 
     base: str = ""
-    workdir: str = "/app"
+    workdir: str = ""
     files: list[File] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     docker_only: str = ""
@@ -64,24 +72,33 @@ class Image:
 def read_dockerfile(folder: Path) -> Image:
     file = folder / "Dockerfile"
     image = Image()
-    workdir = "/"
+    if (folder / ".dockerignore").exists():
+        image.docker_only = f"{folder / '.dockerignore'}: file: the local backend knows no such file; use docker"
+    workdir, known = "/", dict[str, str]()
     for number, line in _logical_lines(read_text(file)):
         word, _, rest = line.partition(" ")
         where = f"{file}: line {number}: {word.upper()}"
         rest = rest.strip()
+        plain = not image.docker_only and rest != "" and "$" not in rest and rest[0] not in "-["
         match word.upper():
-            case "FROM" if not image.base and " " not in rest and rest:
+            case "FROM" if plain and not image.base and " " not in rest:
                 image.base = rest
-            case "WORKDIR" if rest and "$" not in rest:
-                workdir = str(PurePosixPath(workdir) / rest)
-                if not is_clean_path(workdir):
+            case "WORKDIR":
+                path = re.sub(r"\$\{?(\w+)\}?", lambda found: known.get(found[1], found[0]), rest.strip("\"'"))
+                workdir = str(PurePosixPath(workdir) / path)
+                if not is_clean_path(workdir) or "$" in workdir:
                     raise TaskError(f"{where}: {rest!r} is not a directory below /; use an absolute path such as /app")
                 image.workdir = workdir
-            case "ENV":
+            case "ENV" if plain:
                 image.variables |= _variables(where, rest)
-            case "COPY" if not rest.startswith(("-", "[")) and "$" not in rest:
+                known.update(image.variables)
+            case "COPY" if plain and not set("*?[") & set(rest):
                 image.files += _copy(where, folder, rest, workdir)
-            case _:
+            case name:
+                if name == "FROM":  # a further stage
+                    image.base, image.workdir, workdir = image.base or rest, "", "/"
+                elif name in ("ENV", "ARG"):
+                    known.update((n, v.strip("\"'")) for n, v in re.findall(r"(\w+)=(\"[^\"]*\"|\S+)", rest))
                 image.docker_only = image.docker_only or (
                     f"{where} {rest}: the local backend understands FROM, COPY, WORKDIR and ENV alone; use docker"
                 )

@@ -2,10 +2,12 @@
 
 import hashlib
 import io
+import math
 import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,9 @@ from typing import Any
 
 import docker
 import docker.errors
+import docker.utils
 import requests.exceptions
+from requests.packages.urllib3.exceptions import HTTPError
 
 from .archive import pack
 from .dockerfile import BASE, STAND_INS, read_folder, read_text
@@ -79,6 +83,9 @@ def build_image(client: Any, folder: Path, seconds: float) -> str:
     """Build the folder's Dockerfile, its bases mapped to those that are here; returns the image's name."""
     legacy = (folder / "task.yaml").is_file()  # there the tests lie beside the Dockerfile
     files = [file for file in read_folder(folder, "/") if not (legacy and is_private(file.path[1:]))]
+    if (ignored := folder / ".dockerignore").exists():
+        sent = docker.utils.exclude_paths(str(folder), read_text(ignored).splitlines())
+        files = [file for file in files if file.path[1:] in sent]
     text = read_text(folder / "Dockerfile")
     own = {"scratch", *re.findall(r"(?im)^\s*FROM\s+\S+\s+AS\s+(\S+)", text)}
 
@@ -90,9 +97,16 @@ def build_image(client: Any, folder: Path, seconds: float) -> str:
     if client.images.list(name=tag):
         return tag
     context = pack([*(file for file in files if file.path != "/Dockerfile"), File("/Dockerfile", text.encode())])
-    options = {"fileobj": io.BytesIO(context), "custom_context": True, "rm": True, "forcerm": True}
+    options = {"fileobj": io.BytesIO(context), "custom_context": True, "rm": True, "forcerm": True, "decode": True}
+    said, deadline = "", time.monotonic() + seconds
     try:
-        client.images.build(**options, tag=tag, timeout=int(seconds) + 1)
-    except (docker.errors.BuildError, docker.errors.APIError, requests.exceptions.RequestException) as error:
-        raise SandboxError(f"{folder / 'Dockerfile'}: the image build failed: {error}") from None
-    return tag
+        for event in client.api.build(**options, tag=tag, timeout=math.ceil(seconds)):
+            said = (said + str(event.get("stream", event.get("error", ""))))[-500:]
+            if "error" in event or time.monotonic() > deadline:  # a build that is not listened to ends
+                break
+        else:
+            return tag
+        failure = event.get("error") or f"it took more than {seconds:g} s"
+    except (docker.errors.DockerException, requests.exceptions.RequestException, HTTPError) as error:
+        failure = f"{error}"
+    raise SandboxError(f"{folder / 'Dockerfile'}: the image build failed: {failure}; it said: {said!r}")

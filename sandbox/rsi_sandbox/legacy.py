@@ -13,7 +13,7 @@ from typing import Any
 
 from .dockerfile import read_dockerfile, read_folder, read_text
 from .records import File, TaskError
-from .task import Fields, Task
+from .task import WORKDIR, Fields, Task
 
 _TEST = """#!/bin/bash
 export TEST_DIR=/tests T_BENCH_TEST_DIR=/tests
@@ -48,15 +48,16 @@ def load_legacy(folder: Path) -> Task:
     if (folder / "solution.sh").is_file():
         solution = [File("/solution/solve.sh", read_text(folder / "solution.sh").encode(), 0o755)]
     image = read_dockerfile(folder)
-    variables = image.variables | _service(folder)
+    workdir = image.workdir or WORKDIR
+    variables = (image.variables if not image.docker_only else {}) | _service(folder)
     task = Task(
         folder=folder.resolve(),
         name=folder.resolve().name,
         instruction=instruction,
-        workdir=image.workdir,
+        workdir=workdir,
         agent_timeout=fields.positive("max_agent_timeout_sec", 360.0),
         verifier_timeout=fields.positive("max_test_timeout_sec", 60.0),
-        artifacts=(image.workdir,),
+        artifacts=(workdir,),
         memory_mb=2048,
         network=False,
         environment=(),

@@ -13,38 +13,47 @@ import select
 import shlex
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .records import FLOOD_BYTES, OUTPUT_BYTES, Result, SandboxError
 from .task import Healthcheck
+
+if TYPE_CHECKING:
+    from .interface import Sandbox
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SHELL = ("/bin/bash", "--noprofile", "--norc", "-c")
 RESTARTED = "[the shell ended with status {}; a new one was started]"
 _START_SECONDS = 30.0
-_GRACE = ((0.2, "interrupt"), (1.0, "restart"), (3.0, None))  # seconds given to the shell, then what is tried
+# Seconds given to the shell, then what is tried: it may have begun one more process while its others were killed.
+_GRACE = ((0.2, "command"), (3.0, "restart"), (_START_SECONDS, None))
 
-# One line, so that bash's messages say "line 1". USR2 leaves a loop of builtins without losing the state;
-# `jobs` (into /dev/null) keeps "Killed" notices, which name process ids, out of the next command's output.
+# One line, so that bash's messages say "line 1". USR2 ends the running command and keeps the state: it leaves functions
+# (one a signal) and loops, the driver's own included, which then begins again. Between commands it is ignored, so that
+# one that comes late hits nothing. `jobs` (into /dev/null) keeps "Killed" notices, which name process ids, out of the
+# next command's output.
 _DRIVER = (
-    '__rsi_i=; trap "__rsi_i=1; break 99" USR2; while IFS=" " builtin read -r -u 250 __rsi_k __rsi_a __rsi_b; do '
-    'if [[ $__rsi_k == C ]]; then LC_ALL=C builtin read -r -N "$__rsi_b" -u 250 __rsi_c; export RSI_COMMAND=$__rsi_a; '
-    'builtin jobs; builtin eval "$__rsi_c" </dev/null >&251 2>&1 250<&- 251>&-; __rsi_s=$? __rsi_x=; '
-    'elif [[ $__rsi_k == F ]]; then LC_ALL=C builtin read -r -N "$__rsi_b" -u 250 __rsi_c; '
-    "(builtin cd @WORKDIR; exec -c /bin/bash --noprofile --norc -c "
-    '"export @EXPORTS RSI_COMMAND=$__rsi_a; eval \\"\\$1\\"" bash "$__rsi_c") '
-    "</dev/null >&251 2>&1 250<&- 251>&-; __rsi_s=$? __rsi_x=; "
+    '__rsi_i=; while IFS=" " builtin read -r -u 250 __rsi_k __rsi_a __rsi_b; do if [[ $__rsi_k == [CF] ]]; then '
+    'LC_ALL=C builtin read -r -N "$__rsi_b" -u 250 __rsi_c; builtin jobs; builtin trap "__rsi_i=1; '
+    '((\\${#FUNCNAME[@]})) && builtin return 130; builtin break 99" USR2; '
+    "if [[ $__rsi_k == C ]]; then export RSI_COMMAND=$__rsi_a; "
+    'builtin eval "$__rsi_c" </dev/null >&251 2>&1 250<&- 251>&-; '
+    "else (builtin cd @WORKDIR; exec -c /bin/bash --noprofile --norc -c "
+    '"export HOME=${__rsi_h@Q} @EXPORTS RSI_COMMAND=$__rsi_a; eval \\"\\$1\\"" bash "$__rsi_c") '
+    '</dev/null >&251 2>&1 250<&- 251>&-; fi; __rsi_s=$? __rsi_x=; builtin trap "" USR2; '
     'else IFS=" " builtin read -r __rsi_t __rsi_b </proc/uptime; '
     'builtin printf \'\\036%s %d %d %s%s\\036\' "$__rsi_a" "$__rsi_s" $$ "${__rsi_t/./}" '
-    '"$__rsi_x" >&251; fi; done; '
-    'if [[ -n $__rsi_i ]]; then __rsi_i= __rsi_s=130; builtin eval "$__rsi_d"; fi; kill -USR1 $PPID; exit 0'
+    '"$__rsi_x" >&251; fi; done; builtin trap "" USR2; '
+    'if [[ -n $__rsi_i ]]; then __rsi_s=130 __rsi_x=; builtin eval "$__rsi_d"; fi; kill -USR1 $PPID; exit 0'
 )
 
 # Runs as root inside the sandbox, builtins only: it must work where no process can be started.
 KILL = r"""
 mode=$1 marker=$2 since=$3 shell=$4
-for round in {1..500}; do
+signal=STOP  # first, so that none goes on when its child is killed
+while (( SECONDS < 30 )); do  # what was killed takes its time to die on a busy machine
   found=0
+  [[ $mode == command ]] && kill -USR2 $shell 2>/dev/null
   for d in /proc/[0-9]*; do
     p=${d#/proc/}
     (( p == 1 || p == $$ )) && continue
@@ -53,27 +62,27 @@ for round in {1..500}; do
     set -- ${s##*) }
     state=$1 parent=$2 start=${20}
     [[ $state == [ZX] ]] && continue
-    if [[ $mode != command ]]; then
+    if [[ $mode == restart ]]; then
       { mapfile -d '' line <$d/cmdline; } 2>/dev/null
-      [[ $parent == 1 && ${line[4]} == *__rsi_d=* ]] || continue
-      if [[ $mode == restart ]]; then kill -KILL $p; else kill -USR2 $p; fi
+      [[ $p == $shell || ( $parent == 1 && ${line[4]} == *__rsi_d=* ) ]] && kill -KILL $p
       continue
     fi
     (( p == shell )) && continue
     mark=
     { while IFS= read -r -d '' v; do [[ $v == RSI_COMMAND=* ]] && mark=${v#*=}; done <$d/environ; } 2>/dev/null
     if [[ $mark == "$marker" || -z $mark && $start -ge $since ]]; then
-      kill -KILL $p && found=1
+      kill -$signal $p && found=1
     fi
   done
   (( found )) || exit 0
+  signal=KILL
 done
 exit 1
 """
 
 FREEZE = r"""
 clean=0
-for round in {1..2000}; do
+while (( SECONDS < 30 )); do
   moving=0
   for d in /proc/[0-9]*; do
     p=${d#/proc/}
@@ -115,14 +124,18 @@ def driver(workdir: str, environment: Mapping[str, str]) -> str:
     fresh = exports(environment).replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`")
     loop = _DRIVER.replace("@WORKDIR", shlex.quote(workdir)).replace("@EXPORTS", fresh)
     return (
-        'exec 250<&0 251>&1 </dev/null >/dev/null 2>&1; __rsi_s=$1 __rsi_x=" x"; shift; '
+        'exec 250<&0 251>&1 </dev/null >/dev/null 2>&1; trap "" USR2; __rsi_h=$HOME __rsi_s=$1 __rsi_x=" x"; shift; '
         f'__rsi_d={shlex.quote(loop)}; builtin eval "$__rsi_d"'
     )
 
 
 def environment(variables: Mapping[str, str], home: str) -> dict[str, str]:
-    """The environment of every process in a sandbox: fixed values, then the task's own."""
-    fixed = {"PATH": PATH, "HOME": home, "LC_ALL": "C", "TERM": "dumb", "TZ": "UTC", "PAGER": "cat"}
+    """The environment of every process in a sandbox: fixed values, then the task's own. Where `home` is empty it is
+    the user's own, as docker sets it.
+    """
+    fixed = {"PATH": PATH, "LC_ALL": "C", "TERM": "dumb", "TZ": "UTC", "PAGER": "cat"} | (
+        {"HOME": home} if home else {}
+    )
     return fixed | {"DEBIAN_FRONTEND": "noninteractive"} | dict(variables)
 
 
@@ -289,8 +302,12 @@ class Shell:
     def _stop(self, end: "_End", begun: float) -> None:
         """Kill the running command's processes and bring the shell back, its state kept where that is possible."""
         since = int(begun * 100) + self.offset - 1
-        if self.machine.script(KILL, "command", str(self.number), str(since), str(self.process)):
-            raise SandboxError("the processes of a timed-out command could not be killed")
+
+        def kill(mode: str) -> None:
+            if self.machine.script(KILL, mode, str(self.number), str(since), str(self.process)):
+                raise SandboxError("the processes of a timed-out command could not be killed")
+
+        kill("command")
         for grace, action in _GRACE:
             deadline = time.monotonic() + grace
             while (remaining := deadline - time.monotonic()) > 0:
@@ -299,7 +316,7 @@ class Shell:
                     self._learn(end)
                     return
             if action:
-                self.machine.script(KILL, action, str(self.number), "0", "0")
+                kill(action)
             if action == "restart":  # the old shell may have read the old nonce
                 end = self._greet(time.monotonic() + grace)
         raise SandboxError("the shell does not answer after a timed-out command")
@@ -341,16 +358,21 @@ def begin(machine: Machine, check: Healthcheck | None) -> None:
     """Open the agent's shell; return when the health check succeeds. Where either fails the sandbox is closed."""
     try:
         machine.shell = Shell(machine)
-        begun, failures = time.monotonic(), 0
-        while check and (result := run(machine, check.command, check.timeout, fresh=True)).exit_code != 0:
-            failures += time.monotonic() - begun >= check.start_period
-            if failures >= check.retries:
-                said = result.output[-500:]
-                raise SandboxError(f"the health check {check.command!r} failed {failures} times: {said!r}")
-            time.sleep(check.interval)
+        wait_healthy(machine.shell, check)
     except BaseException:
         machine.close()
         raise
+
+
+def wait_healthy(shell: "Shell | Sandbox", check: Healthcheck | None) -> None:
+    """Return when the check succeeds; SandboxError where it fails too often."""
+    begun, failures = time.monotonic(), 0
+    while check and (result := shell.run(check.command, check.timeout, fresh=True)).exit_code != 0:
+        failures += time.monotonic() - begun >= check.start_period
+        if failures >= check.retries:
+            said = result.output[-500:]
+            raise SandboxError(f"the health check {check.command!r} failed {failures} times: {said!r}")
+        time.sleep(check.interval)
 
 
 # These two are methods of both kinds of sandbox.

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .dockerfile import Image, is_clean_path, read_dockerfile, read_folder, read_text
+from .dockerfile import Image, check_links, is_clean_path, read_dockerfile, read_folder, read_text
 from .records import File, TaskError
 
 Pairs = tuple[tuple[str, str], ...]
+WORKDIR = "/app"  # where neither task nor Dockerfile names one
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def load_task(folder: Path) -> Task:
     folder = Path(folder)
     if not folder.is_dir():
         raise TaskError(f"{folder}: folder: not a directory; give a folder that holds task.toml or task.yaml")
+    if (folder / "task.yaml").exists() or (folder / "task.toml").exists():
+        check_links(folder)
     if (folder / "task.yaml").is_file() and not (folder / "task.toml").exists():
         from .legacy import load_legacy
 
@@ -121,12 +124,12 @@ class Fields:
             raise self.error(key, value, f"is not {names[kind]}", "correct it or leave it out")
         return value
 
-    def positive(self, key: str, default: float) -> float:
+    def positive(self, key: str, default: float, whole: bool = False) -> float:
         self.read.add(key)
         value = self.fields.get(key, default)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not default and not (number and 0 < value < float("inf")):
-            raise self.error(key, value, "is not a number above 0", "correct it")
+        if value is not default and not (number and 0 < value < float("inf") and (not whole or value == int(value))):
+            raise self.error(key, value, f"is not a {'whole ' * whole}number above 0", "correct it")
         return float(value)
 
     def choice(self, key: str, default: str, *allowed: str) -> str:
@@ -139,7 +142,9 @@ class Fields:
         """A table of environment variables, `${NAME}` and `${NAME:-default}` filled from this process's own."""
         pairs = []
         for name, value in self.value(key, dict, {}).items():
-            if not isinstance(value, str | int | float) or isinstance(value, bool):
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+                raise self.error(key, name, "is not a variable's name", "use letters, digits and _")
+            if not isinstance(value, str | int | float) or isinstance(value, bool) or "\0" in str(value):
                 raise self.error(f"{key}.{name}", value, "is not text", "put it in quotes")
             pairs.append((name, re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", self._from_host(f"{key}.{name}"), str(value))))
         return tuple(pairs)
@@ -198,7 +203,7 @@ class _Reader:
             network=self._network(environment),
             environment=tuple(image.files),
             tests=tuple(tests) if several else self._tests(self.folder, tests),
-            variables=(*image.variables.items(), *environment.variables("env")),
+            variables=(*(() if image.docker_only else image.variables.items()), *environment.variables("env")),
             base=image.base,
             docker_only=image.docker_only,
             family=metadata.value("family", str, ""),
@@ -222,6 +227,9 @@ class _Reader:
         )
         if several:
             steps = tuple(self._step(task, root, number, entry) for number, entry in enumerate(several))
+            names = [step.name.lower() for step in steps]
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise root.error("steps", sorted(twice), "are names of several steps", "give each its own")
             task = replace(task, steps=steps)
         unread = [f"{self.config.name}: {name}: not read" for name in root.unread()]
         return replace(task, notes=(*self.notes, *unread), docker_only=task.docker_only or self._docker_only(task))
@@ -256,7 +264,7 @@ class _Reader:
             agent_timeout=agent.positive("timeout_sec", task.agent_timeout),
             verifier_timeout=verifier.positive("timeout_sec", task.verifier_timeout),
             verifier_variables=(*task.verifier_variables, *verifier.variables("env")),
-            healthcheck=self._healthcheck(step) or task.healthcheck,
+            healthcheck=self._healthcheck(step),
             artifacts=paths,
             excluded=excluded or task.excluded,
             tests=self._tests(folder, tests),
@@ -296,6 +304,12 @@ class _Reader:
         else:
             image = read_dockerfile(folder)
         image.workdir = environment.value("workdir", str, "") or image.workdir
+        if not image.workdir:
+            image.workdir = WORKDIR
+            if prebuilt or image.docker_only:
+                self.notes.append(
+                    f"task.toml: environment.workdir: not given: it is {WORKDIR}, whatever the image's is"
+                )
         if not is_clean_path(image.workdir):
             raise environment.error("workdir", image.workdir, "is not a directory below /", "use /app")
         return image, prebuilt
@@ -303,7 +317,7 @@ class _Reader:
     def _memory(self, environment: Fields) -> int:
         text = environment.value("memory", str, "")
         if "memory_mb" in environment.fields or not text:
-            return int(environment.positive("memory_mb", 2048))
+            return int(environment.positive("memory_mb", 2048, whole=True))
         found = re.fullmatch(r"(\d+)\s*([MG])i?B?", text.strip(), re.IGNORECASE)
         if not found or int(found[1]) == 0:
             raise environment.error("memory", text, "is not a size", "write '2G' or memory_mb = 2048")
@@ -336,29 +350,27 @@ class _Reader:
             table.positive("interval_sec", 5.0),
             table.positive("timeout_sec", 30.0),
             max(table.positive("start_period_sec", 0.0), table.positive("start_interval_sec", 0.0)),
-            int(table.positive("retries", 3)),
+            int(table.positive("retries", 3, whole=True)),
         )
 
     def _artifacts(self, table: Fields, workdir: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(paths, patterns left out)."""
-        value = table.fields.get("artifacts", [workdir])
-        table.read.add("artifacts")
-        if not isinstance(value, list):
-            raise table.error("artifacts", value, "is not a list", "give a list of absolute paths")
         paths, excluded = [], list[str]()
-        for entry in value or [workdir]:
-            path = entry.get("source") if isinstance(entry, dict) else entry
-            if not isinstance(path, str) or not is_clean_path(path):
-                raise table.error("artifacts", entry, "is not an absolute path below / without '..'", "correct it")
-            if isinstance(entry, dict):
-                if entry.get("service", "main") != "main":
-                    raise table.error("artifacts", entry, "names another service", "use 'main'")
-                excluded += [f"{path.rstrip('/')}/{pattern}" for pattern in entry.get("exclude", [])]
+        for number, entry in enumerate(table.value("artifacts", list, []) or [workdir]):
+            fields = entry if isinstance(entry, dict) else {"source": entry}
+            one = Fields(self.config, fields, f"{table.prefix}artifacts[{number}].")
+            table.below.append(one)
+            path = one.value("source", str, "")
+            if not is_clean_path(path):
+                raise one.error("source", path, "is not an absolute path below / without '..'", "correct it")
+            if one.value("service", str, "main") != "main":
+                raise one.error("service", fields["service"], "is another service", "use 'main'")
+            excluded += [f"{path.rstrip('/')}/{pattern}" for pattern in one.value("exclude", list, [])]
             paths.append(path.rstrip("/"))
         return tuple(paths), tuple(excluded)
 
     def _instruction(self, folder: Path) -> str:
-        lines = read_text(folder / "instruction.md").splitlines()
+        lines = read_text(folder / "instruction.md").removeprefix("\ufeff").splitlines()
         while lines and (not lines[0].strip() or ("canary" in lines[0].lower() and lines[0].startswith(("#", "<!--")))):
             lines.pop(0)
         if not lines:

@@ -19,7 +19,7 @@ from typing import Any
 from .interface import Backend, Sandbox
 from .leaks import leaks
 from .records import File, Result, SandboxError, TaskError, Verdict
-from .shell import exports
+from .shell import exports, wait_healthy
 from .task import Task
 from .verifier import judge, verify
 
@@ -86,7 +86,13 @@ def _attempt(backend: Backend, trial: Trial, sandbox: Sandbox) -> bool:
             if file.data is not None:
                 sandbox.write(file.path, file.data)
         if any(file.path == f"{task.workdir}/setup.sh" for file in step.workdir_files):
-            sandbox.run("bash setup.sh", step.agent_timeout, fresh=True)
+            done = sandbox.run("bash setup.sh", step.agent_timeout, fresh=True)
+            if done.exit_code != 0:
+                raise SandboxError(
+                    f"step {step.name}: setup.sh failed: {done.limit or done.exit_code}: {done.output!r}"
+                )
+        if task.steps:
+            wait_healthy(sandbox, step.healthcheck)
         with _phase(trial, "agent_execution", f"agent: {step.name}" if task.steps else "agent"):
             timed_out |= _act(trial, step, sandbox)
         with _phase(trial, "verifier", "verifying"):

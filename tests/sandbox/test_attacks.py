@@ -197,7 +197,7 @@ def test_a_script_that_the_tests_run_learns_and_changes_nothing(backend: Backend
     sandbox.close()
     begun = time.monotonic()
     grade = backend.grade(task, left)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 60
     assert grade.reward == b"0\n" and grade.report and b'"passed"' not in grade.report, grade
     assert "; note " not in grade.output, "a script got at the lines of the tests that hold the answers"
 

@@ -22,7 +22,6 @@ import docker
 import pytest
 from rsi_sandbox import Backend, SandboxError, Task, load_task, open_backend, verify
 from rsi_sandbox.__main__ import main
-from rsi_sandbox.trial import new_trial, run_trial
 from sandbox_tasks import SOLUTION, open_or_skip, write_task
 
 KINDS = ["local", pytest.param("docker", marks=pytest.mark.docker)]
@@ -79,10 +78,10 @@ def test_an_owner_killed_again_and_again_leaves_nothing(kind: str, tmp_path: Pat
         owner.wait()
         if kind == "docker":
             # What the dead owner asked for last may still be on its way in the daemon.
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while left(run):
                 assert main(["reap"]) == 0 and time.monotonic() < deadline, left(run)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while processes(marker):
             assert time.monotonic() < deadline, "processes of the dead owner are alive"
             time.sleep(0.05)
@@ -106,29 +105,69 @@ def test_reaping_leaves_the_living_alone(tmp_path: Path, capsys: pytest.CaptureF
         assert sandbox.run("echo alive").output == "alive\n"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_at_once_and_leaves_nothing(kind: str, sent: signal.Signals, tmp_path: Path) -> None:
+    """Not when its agents' time is up."""
+    open_or_skip(kind).close()
+    folder, marker = write_task(tmp_path / "task"), str(secrets.randbelow(10**9) + 10**6)
+    program = [sys.executable, "-m", "rsi_sandbox", "run", *[str(folder)] * 3, "--sandbox", kind]
+    program += ["--agent", f"setsid sleep {marker} & sleep 500", "--out", str(tmp_path / "jobs")]
+    owner = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 100
+    while processes(marker) < 2:
+        assert time.monotonic() < deadline and owner.poll() is None
+        time.sleep(0.05)
+    owner.send_signal(sent)
+    _, said = owner.communicate(timeout=100)
+    assert (owner.returncode, said) == (130, "rsi_sandbox: interrupted; its sandboxes are removed\n")
+    while processes(marker):
+        assert time.monotonic() < deadline + 100, "processes of the interrupted run are alive"
+        time.sleep(0.05)
+    if kind == "docker":
+        wanted = {"all": True, "ignore_removed": True, "filters": {"label": "rsi.run=run"}}
+        owners = [found.labels["rsi.owner"].split()[0] for found in docker.from_env().containers.list(**wanted)]
+        assert str(owner.pid) not in owners
+
+
+@pytest.mark.docker
+def test_no_network_is_made_and_sixteen_are_removed_together(tmp_path: Path) -> None:
+    task, networks = load_task(write_task(tmp_path / "task")), {each.id for each in docker.from_env().networks.list()}
+    with open_or_skip("docker") as backend:
+        with ThreadPoolExecutor(16) as pool:
+            assert len({sandbox._name for sandbox in pool.map(backend.start, [task] * 16)}) == 16  # type: ignore[attr-defined]
+        assert {each.id for each in docker.from_env().networks.list()} == networks
+        begun = time.monotonic()
+        backend.close()
+        assert time.monotonic() - begun < 60 and not names(backend)
+        with pytest.raises(SandboxError, match="is closed"):
+            backend.start(task)
+
+
 @pytest.mark.docker
 @pytest.mark.parametrize("when", ["acting", "verifying"])
 def test_a_container_killed_from_outside_is_an_infra_error(tmp_path: Path, when: str) -> None:
-    task = load_task(write_task(tmp_path / "task", "sleep 30"))
-    with open_or_skip("docker") as backend:
-        trial = new_trial(task, "sleep 30" if when == "acting" else "nop")
-        done = ThreadPoolExecutor(1).submit(run_trial, backend, trial)
-        wanted, deadline = ("agent", "verifying")[when == "verifying"], time.monotonic() + 30
-        while trial.outcome != wanted or not (live := names(backend)):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        if when == "verifying":  # the agent's container goes, the verifier's comes
-            first = live
-            while not (live := names(backend) - first):
+    task = load_task(write_task(tmp_path / "task", "sleep 300"))
+    with open_or_skip("docker") as backend, ThreadPoolExecutor(1) as pool:
+        sandbox = backend.start(task)
+        killed = {sandbox._name}  # type: ignore[attr-defined]
+        if when == "acting":
+            done = pool.submit(sandbox.run, "sleep 300", 200)
+        else:
+            done, agents = pool.submit(verify, backend, task, sandbox), killed
+            while not (killed := names(backend) - agents):
+                assert not done.done()
                 time.sleep(0.02)
-        for name in live:
-            while True:
+        for name in killed:
+            while not done.done():
                 try:
                     docker.from_env().containers.get(name).kill()
                     break
-                except docker.errors.APIError:
+                except docker.errors.APIError:  # it does not run yet
                     time.sleep(0.05)
-        assert done.result(timeout=60).outcome == "infra_error"
+        with pytest.raises(SandboxError):
+            done.result(timeout=100)
+        sandbox.close()
         assert not names(backend)
 
 

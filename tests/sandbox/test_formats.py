@@ -62,7 +62,8 @@ def test_every_field_of_harbor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert dict(task.solution_variables) == {"HINT": "x"} and task.healthcheck and task.healthcheck.retries == 5
     assert "agent.user" in task.docker_only
     named = " ".join(task.notes)
-    assert all(key in named for key in ("future", "task.colour", "environment.skills_dir", "environment.storage"))
+    unread = ("future", "task.colour", "environment.skills_dir", "environment.storage", "artifacts[1].destination")
+    assert all(key in named for key in unread)
     assert not any(key in named for key in ("difficulty", "authors", "source", "gpus"))
 
 
@@ -79,7 +80,12 @@ MISTAKES = [
     ("[verifier]\nenvironment_mode = 'both'", "verifier.environment_mode: 'both' is unknown; use 'shared' or"),
     ("[verifier]\nenvironment_mode = 'shared'\n[verifier.environment]\ncpus = 1", "contradicts its own environment"),
     ("[agent]\nuser = 'a b'", "agent.user: 'a b' is not a user"),
-    ("artifacts = [{source = '/x', service = 'db'}]", "names another service"),
+    ("[environment]\nmemory_mb = 0.5", "environment.memory_mb: 0.5 is not a whole number above 0"),
+    ("[environment.env]\n'A B' = 'x'", "environment.env: 'A B' is not a variable's name"),
+    ('[verifier.env]\nA = "\\u0000"', "verifier.env.A: '\\x00' is not text"),
+    ("artifacts = [{source = '/x', service = 'db'}]", "artifacts[0].service: 'db' is another service"),
+    ("artifacts = [{source = '/x', exclude = '*.log'}]", "artifacts[0].exclude: '*.log' is not a list"),
+    ("artifacts = [3]", "artifacts[0].source: 3 is not text"),
     ("[[steps]]\nname = 'nothing'", "steps[0].name: 'nothing' names no folder"),
     ("multi_step_reward_strategy = 'max'", "multi_step_reward_strategy: 'max' is unknown"),
 ]
@@ -98,7 +104,10 @@ def test_canary_lines_and_windows_line_ends(backend: Backend, tmp_path: Path) ->
     script = "[[ $(<out.txt) == apple* ]] && r=1 || r=0\necho $r > /logs/verifier/reward.txt\n"
     (folder / "tests/test.sh").write_bytes(script.replace("\n", "\r\n").encode())
     task = load_task(folder)
-    assert task.instruction == "# Title\nDo it." and "Windows line ends" in task.notes[0]
+    (folder / "instruction.md").write_text("\ufeff" + (folder / "instruction.md").read_text())
+    assert (
+        load_task(folder).instruction == task.instruction == "# Title\nDo it." and "Windows line ends" in task.notes[0]
+    )
     sandbox = backend.start(task)
     sandbox.run("sort words.txt > out.txt")
     assert verify(backend, task, sandbox).strict
@@ -204,9 +213,28 @@ def test_steps_follow_each_other_in_one_sandbox(backend: Backend, tmp_path: Path
     assert idle.verdict and idle.verdict.reward == 0 and len(idle.steps) == 1, "the second step is skipped"
     result = json.loads((tmp_path / "out" / oracle.name / "result.json").read_text())
     assert result["step_results"][1] == {"step_name": "second", "verifier_result": {"rewards": {"reward": 1.0}}}
+    assert idle.verdict.checks == {} and idle.steps[0][0] == "first"
     final = load_task(steps_task(tmp_path / "final", "multi_step_reward_strategy = 'final'\n" + toml.replace("1", "0")))
     other = run_trial(backend, new_trial(final, "touch second"))
     assert other.outcome == "passed" and other.verdict and other.verdict.reward == 1
+
+
+def test_a_steps_own_health_check_and_set_up_come_first(backend: Backend, tmp_path: Path) -> None:
+    toml = (
+        "[[steps]]\nname='first'\n[[steps]]\nname='second'\n[steps.healthcheck]\ninterval_sec=0.1\nretries=2\ncommand="
+    )
+    folder = steps_task(tmp_path / "task", toml + "'echo sick; [[ -e made && -e first ]]'\n")
+    (folder / "steps/second/workdir/setup.sh").write_text("touch made\n")
+    assert run_trial(backend, new_trial(load_task(folder), "oracle")).outcome == "passed"
+    sick = run_trial(backend, new_trial(load_task(folder), "nop"))
+    assert sick.outcome == "infra_error" and "failed 2 times: 'sick" in sick.error and len(sick.steps) == 1
+    (folder / "steps/second/workdir/setup.sh").write_text("echo broken; exit 3\n")
+    broken = run_trial(backend, new_trial(load_task(folder), "oracle"))
+    assert broken.outcome == "infra_error" and "step second: setup.sh failed: 3: 'broken" in broken.error
+    (folder / "task.toml").write_text("[[steps]]\nname='first'\n[[steps]]\nname='First'\n")
+    (folder / "steps/second").rename(folder / "steps/First")
+    with pytest.raises(TaskError, match=r"steps: \['first'\] are names of several"):
+        load_task(folder)
 
 
 YAML = """\
@@ -360,3 +388,30 @@ def test_run_command_writes_harbors_layout(
     assert json.loads((job / "result.json").read_text())["outcomes"] == {"passed": 1}
     assert {path.name for path in (trial / "verifier").iterdir()} == {"reward.json", "ctrf.json", "test-stdout.txt"}
     assert main([*arguments, "nop"]) == 1
+
+
+def test_wrong_use_is_answered_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", str(write_task(tmp_path / "task")), "--sandbox", "local"]
+    for number in ("0", "-1", "two"):
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--jobs", number])
+        assert ended.value.code == 2 and f"'{number}' is not a whole number above 0" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main([*arguments, "--out", str(tmp_path / "file")]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"rsi_sandbox: --out {tmp_path}/file: Not a directory; give a folder that can be written\n"
+    )
+
+
+def test_nothing_that_a_task_says_moves_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = r"\u001b]0;title\u0007one\ntwo\u001b[2J"
+    report = f'{{"results":{{"tests":[{{"name":"{name}","status":"failed"}}]}}}}'
+    script = f"echo 1 > /logs/verifier/reward.txt; cat > /logs/verifier/ctrf.json <<'END'\n{report}\nEND\n"
+    folder = write_task(tmp_path / "task", script)
+    assert (
+        main(["run", str(folder), "--sandbox", "local", "--out", str(tmp_path / "jobs"), "--agent", "a=\x1b[2J\n:"])
+        == 1
+    )
+    shown = capsys.readouterr().out
+    assert "reward 1, but one two failed" in shown and "\x1b" not in shown and shown.count("\n") == 3

@@ -17,7 +17,7 @@ PROJECT = Path(__file__).parents[2]
 
 
 def test_no_network(sandbox: Sandbox) -> None:
-    result = sandbox.run("tail -n +3 /proc/net/dev | cut -d: -f1; (echo > /dev/tcp/1.1.1.1/80) 2>&1 | tail -1", 10)
+    result = sandbox.run("tail -n +3 /proc/net/dev | cut -d: -f1; (echo > /dev/tcp/1.1.1.1/80) 2>&1 | tail -1")
     assert result.output.split()[0] == "lo" and "nreachable" in result.output
 
 
@@ -57,18 +57,16 @@ def test_local_agent_has_no_privileges(task: Task) -> None:
 
 
 def test_fork_bomb_is_harmless(sandbox: Sandbox) -> None:
-    result = sandbox.run("bomb() { bomb | bomb & }; bomb; sleep 100", timeout=2)
-    assert result.limit == "timeout" or result.exit_code is not None
-    assert len(list(Path("/proc").iterdir())) < 5000
-    deadline = time.monotonic() + 10
+    sandbox.run("bomb() { bomb | bomb & }; bomb; sleep 100", timeout=2)
+    deadline = time.monotonic() + 60
     while sandbox.run("echo ok").output != "ok\n":
         assert time.monotonic() < deadline
     assert int(sandbox.run("set -- /proc/[0-9]*; echo $#").output) < 140
 
 
 def test_process_limit(sandbox: Sandbox) -> None:
-    result = sandbox.run("for i in {1..400}; do sleep 50 >/dev/null & done", timeout=2)
-    assert result.limit is None or result.limit == "timeout"
+    tried = sandbox.run("for i in {1..400}; do sleep 500 >/dev/null & (( ++begun )); done", timeout=10)
+    assert tried.exhausted == ("processes",)
     assert int(sandbox.run("set -- /proc/[0-9]*; echo $#").output) < 140
 
 
@@ -100,16 +98,20 @@ def test_leftovers_of_a_killed_owner_are_removed(kind: str, tmp_path: Path) -> N
     owner = subprocess.Popen([sys.executable, "-c", _owner_program(kind, folder)], stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout and owner.stdout.readline() == "ready\n"
-        assert _sleepers() > 0
+        deadline = time.monotonic() + 60
+        while not _sleepers():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
     with open_backend(kind, "next"):  # type: ignore[arg-type]
         if kind == "docker":
             assert not docker.from_env().containers.list(all=True, filters={"label": "rsi.run=orphan"})
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while _sleepers():
             assert time.monotonic() < deadline, "processes of the dead owner are alive"
+            time.sleep(0.05)
 
 
 def _sleepers() -> int:
@@ -126,6 +128,7 @@ def _sleepers() -> int:
 def test_dead_container_is_an_error(tmp_path: Path) -> None:
     with open_or_skip("docker") as backend, backend.start(load_task(write_task(tmp_path))) as sandbox:
         docker.from_env().containers.get(sandbox._name).kill()  # type: ignore[union-attr]
+        docker.from_env().containers.get(sandbox._name).wait()  # type: ignore[union-attr]
         with pytest.raises(SandboxError):
             sandbox.run("echo alive", timeout=20)
 

@@ -100,6 +100,31 @@ def test_tampering_is_a_verdict_of_its_own(daemon: Backend, system: Task, name: 
     assert not snapshots(daemon)
 
 
+PLANTED = "printf '#!/bin/bash\\nexit 0\\n' > {0}; chmod +x {0}"
+
+
+@pytest.mark.parametrize(
+    ("script", "path"),
+    [
+        (PLANTED.format("/opt/tool/bin/cat"), "/opt/tool/bin/cat"),
+        (PLANTED.format("/opt/tool/bin/mktest"), "/opt/tool/bin/mktest"),
+        ("mv /opt/tool /opt/x; mkdir /t; cp -r /opt/x/bin /t; ln -s /t /opt/tool", "/opt/tool"),
+        ("echo y > /opt/tool/x; " + PLANTED.format("/opt/tool/bin/other"), ""),
+    ],
+)
+def test_folders_that_the_image_puts_on_path_are_watched(
+    daemon: Backend, tmp_path: Path, script: str, path: str
+) -> None:
+    lines = "FROM debian:bookworm\nRUN mkdir -p /opt/tool/bin\nENV PATH=/opt/tool/bin:$PATH\nWORKDIR /app\n"
+    toml = "[verifier]\nenvironment_mode = 'shared'\n"
+    test = "cat /etc/hosts; mktest 2>/dev/null; echo 0 > /logs/verifier/reward.txt\n"
+    task = load_task(write_task(tmp_path / "t", test, **{"task.toml": toml, "environment/Dockerfile": lines}))
+    sandbox = daemon.start(task)
+    assert sandbox.run(script).exit_code == 0
+    tampered = verify(daemon, task, sandbox).tampered
+    assert path in tampered if path else tampered == ()
+
+
 # Not seen by the tamper check, and harmless all the same.
 HARMLESS = {
     "reward written before": "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; echo '{}' > /logs/verifier/reward.json",
