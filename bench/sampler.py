@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import smollm2
 import torch
-import torch.nn.functional as F
 import transformers
 
 from rsi.architecture import ModelConfig
 from rsi.model import Transformer, keep_freed_memory
+from rsi.packing import linear, pack
 from rsi.sampler import Sampler
 from rsi.weights import load_actor
 
@@ -57,8 +57,10 @@ def load(name: str) -> Pair:
 
 def ours_run(pair: Pair, prompts: torch.Tensor, new: int, temperature: float = 1.0) -> list[list[int]]:
     sampler = Sampler(pair.ours, len(prompts), prompts.shape[1] + new + 1)
-    requests = [(sampler.open(seed), prompt.tolist()) for seed, prompt in enumerate(prompts)]
-    return [ids for ids, _ in sampler.generate(requests, new, (), temperature)]
+    for seed, prompt in enumerate(prompts):
+        sampler.submit(sampler.open(seed), prompt.tolist(), new)
+    turns = sampler.advance((), temperature)  # without stops all end together
+    return [turns[slot][0] for slot in range(len(prompts))]
 
 
 def theirs_run(pair: Pair, prompts: torch.Tensor, new: int, temperature: float = 1.0) -> list[list[int]]:
@@ -70,19 +72,20 @@ def theirs_run(pair: Pair, prompts: torch.Tensor, new: int, temperature: float =
     return out[:, prompts.shape[1] :].tolist()
 
 
+@torch.no_grad()
 def ceiling(model: Transformer, batch: int) -> float:
-    """Tokens a second if a step were its matrix products alone."""
-    matrices = [matrix for layer in model.model.layer_weights() for matrix in (*layer.mixer, layer.gate_up, layer.down)]
-    matrices = [matrix for matrix in [*matrices, model.head_weight] if matrix is not None and matrix.dim() == 2]
+    """Tokens a second if a step were its matrix products alone, with the weights as the sampler has them."""
+    matrices = [pack(model.head_weight)]
+    for layer in model.model.layer_weights():
+        matrices += [layer.mixer.inputs, layer.mixer.output, layer.gate_up, layer.down]
     inputs = {size: torch.randn(batch, size, dtype=model.head_weight.dtype) for size in {m.shape[1] for m in matrices}}
 
     def step() -> None:
         for matrix in matrices:
-            F.linear(inputs[matrix.shape[1]], matrix)
+            linear(inputs[matrix.shape[1]], matrix)
 
-    with torch.no_grad():
-        step()
-        return batch / statistics.median(seconds(step) for _ in range(9))
+    step()
+    return batch / statistics.median(seconds(step) for _ in range(9))
 
 
 def seconds(work: Callable[[], object]) -> float:

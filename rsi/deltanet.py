@@ -13,6 +13,7 @@ from rsi_kernels import gated_delta_rule
 from torch import Tensor, nn
 
 from rsi.architecture import ModelConfig
+from rsi.packing import linear
 
 Recur = Callable[[Tensor, Tensor, Tensor, Tensor, ModelConfig], Tensor]
 """Convolution and delta rule of one layer: qkv_BTC, taps_CW, gate_BTH, beta_BTH, config -> out_BTHV."""
@@ -77,11 +78,11 @@ def delta_net(weights: DeltaWeights, x_BTD: Tensor, config: ModelConfig, recur: 
     """One layer: x_BTD -> out_BTD. Decay and memory are float32 whatever the type of `x_BTD`."""
     heads, values = config.linear_num_value_heads, config.linear_value_head_dim
     sizes = (config.linear_channels, heads * values, heads, heads)
-    qkv_BTC, z, beta, decay = F.linear(x_BTD, weights.inputs).split(sizes, dim=-1)
+    qkv_BTC, z, beta, decay = linear(x_BTD, weights.inputs).split(sizes, dim=-1)
     gate_BTH = weights.rate * F.softplus(decay.float() + weights.dt_bias)
     out_BTHV = recur(qkv_BTC, weights.taps, gate_BTH, beta.sigmoid(), config)
     out_BTHV = _gated_norm(out_BTHV, z.unflatten(-1, (heads, values)), weights.norm, config.rms_norm_eps)
-    return F.linear(out_BTHV.flatten(2), weights.output)
+    return linear(out_BTHV.flatten(2), weights.output)
 
 
 def recur(

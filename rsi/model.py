@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rsi.architecture import INITIAL_STD, LINEAR, ModelConfig
 from rsi.deltanet import DeltaNet, DeltaWeights, Recur, delta_net, without_state
+from rsi.packing import linear, pack
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of one layer: q_BTHC, k_BTKC, v_BTKC -> out_BTHC."""
@@ -156,9 +157,9 @@ def packed_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, lengths: Se
 
 
 class AttentionWeights(NamedTuple):
-    """Projections that share an input side by side: query, key, value and, in the hybrid, the output's gate."""
+    """`inputs` joins the projections to query, key, value and, in the hybrid, the output's gate."""
 
-    qkv: Tensor
+    inputs: Tensor
     bias: Tensor | None
     qk_norm: Tensor | None
     output: Tensor
@@ -172,6 +173,11 @@ class LayerWeights(NamedTuple):
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
+
+    def packed(self) -> "LayerWeights":
+        """The same, its matrices laid out for decoding (`rsi.packing`)."""
+        mixer = self.mixer._replace(inputs=pack(self.mixer.inputs), output=pack(self.mixer.output))
+        return self._replace(mixer=mixer, gate_up=pack(self.gate_up), down=pack(self.down))
 
 
 class Mixing(NamedTuple):
@@ -195,8 +201,8 @@ def apply_layer(
     else:
         mixed = _attention(weights.mixer, normed, cos_sin, config, mixing.attend)
     hidden_BTD = hidden_BTD + mixed
-    gate_up = F.linear(rms_norm(hidden_BTD, weights.mlp_norm, config.rms_norm_eps), weights.gate_up)
-    return hidden_BTD + F.linear(swiglu(gate_up), weights.down)
+    gate_up = linear(rms_norm(hidden_BTD, weights.mlp_norm, config.rms_norm_eps), weights.gate_up)
+    return hidden_BTD + linear(swiglu(gate_up), weights.down)
 
 
 def _attention(
@@ -204,7 +210,7 @@ def _attention(
 ) -> Tensor:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     gates = heads if config.hybrid else 0
-    joined = F.linear(x_BTD, weights.qkv, weights.bias).unflatten(-1, (-1, config.head_dim))
+    joined = linear(x_BTD, weights.inputs, weights.bias).unflatten(-1, (-1, config.head_dim))
     qk, v, gate = joined.split((heads + kv_heads, kv_heads, gates), dim=2)
     if weights.qk_norm is not None:
         qk = rms_norm(qk, weights.qk_norm, config.rms_norm_eps)
@@ -212,7 +218,7 @@ def _attention(
     out = attend(q, k, v).flatten(2)
     if config.hybrid:
         out = out * gate.flatten(2).sigmoid()
-    return F.linear(out, weights.output)
+    return linear(out, weights.output)
 
 
 class Norm(nn.Module):
@@ -310,8 +316,8 @@ class Trunk(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def layer_weights(self) -> list[LayerWeights]:
-        """`Layer.weights` of every layer, joined once for many steps of decoding."""
-        return [cast(Layer, layer).weights() for layer in self.layers]
+        """`Layer.weights` of every layer, joined and packed once for many steps of decoding."""
+        return [cast(Layer, layer).weights().packed() for layer in self.layers]
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The norm between the last layer and the head."""

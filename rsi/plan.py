@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 from rsi.architecture import PUBLISHED, ModelConfig
 from rsi.checkpoint import Run
 from rsi.config import Config, UserError, to_record
-from rsi.distributed import is_spread, rank_memory, world
+from rsi.distributed import find_device, is_spread, rank_memory, world
 from rsi.model import Critic, Layer, Mixing, Transformer, rotary
+from rsi.packing import packs
 from rsi.sampler import Sampler
 from rsi.stages import Stage
 from rsi.weights import WeightsError, find_folder, read_config
@@ -147,14 +148,21 @@ def saved_bytes(config: ModelConfig, kind: str, tokens: int, dtype: torch.dtype 
 
 
 def sampler_memory(actor: Transformer, config: Config) -> dict[str, int]:
-    """Bytes of what one rank samples with: the actor whole where it is spread, its weights joined, caches."""
+    """Bytes of what one rank samples with: the actor whole where it is spread, its weights joined, caches.
+
+    Of ranks that run here bfloat16 weights are packed on a CPU (`rsi.packing`); other machines are taken to have GPUs.
+    """
     slots = config.rank_slots(config.ranks)
     with torch.device("meta"):
         copy = Transformer(actor.config).to(getattr(torch, config.precision))
     sampler = Sampler(copy, slots, config.rollout.max_length)
     copied = sum(p.nbytes for p in copy.parameters()) if is_spread(config, config.ranks) else 0
     weights = [tensor for tensor in tree_leaves(copy.model.layer_weights()) if tensor is not None]
-    joined = sum(tensor.nbytes for tensor in weights if not tensor.is_leaf)
+    # Where they are packed, every matrix is a copy, the output's too; else only those that are joined.
+    own = {parameter.untyped_storage()._cdata for parameter in copy.parameters()}
+    packed = are_here(config) and packs(find_device(), copy.head_weight.dtype)
+    made = [t for t in weights if t.untyped_storage()._cdata not in own or (packed and t.is_leaf and t.dim() == 2)]
+    joined = sum(tensor.nbytes for tensor in made) + (copy.head_weight.nbytes if packed else 0)
     caches = sum(tensor.nbytes for tensor in tree_leaves(sampler.caches))
     return {"whole actor": copied, "joined weights": joined, f"caches of {slots} slots": caches}
 
@@ -190,11 +198,16 @@ def need(actor: Transformer, critic: Critic, config: Config, stages: Sequence[St
     return Need(networks, sampler_memory(actor, config), 0 if config.offload else resident)
 
 
+def are_here(config: Config) -> bool:
+    """Whether the plan's ranks are as many as run here."""
+    return config.ranks == int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def limit(config: Config) -> float | None:
-    """GiB that a rank has: as the user says, or as found where the ranks are those that run here."""
+    """GiB that a rank has: as the user says, or as found where the ranks are here."""
     if config.rank_gib is not None:
         return config.rank_gib
-    return rank_memory() / GIB if config.ranks == int(os.environ.get("WORLD_SIZE", "1")) else None
+    return rank_memory() / GIB if are_here(config) else None
 
 
 def check(wanted: Need, gib: float | None) -> None:

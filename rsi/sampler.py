@@ -2,7 +2,7 @@
 
 Batching is continuous: `Sampler.submit` gives a slot its new ids, `Sampler.advance` prefills what was submitted and
 decodes until a turn ends, so a slot that waits for its command holds no row of the decode batch and one that is ready
-joins the others at once. `Sampler.generate` is one lock-step round of both.
+joins the others at once.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,6 +16,7 @@ from rsi.architecture import FULL, ModelConfig
 from rsi.deltanet import DeltaState, Recur, recur
 from rsi.draws import draw, uniforms
 from rsi.model import LayerWeights, Mixing, Transformer, apply_layer, causal_attention, rotary
+from rsi.packing import linear, pack
 
 Turn = tuple[list[int], list[float]]
 """The ids of one turn and the log-prob of each."""
@@ -72,12 +73,14 @@ class Sampler:
             else _delta_cache(model.config, self.rows, model.head_weight)
             for kind in model.config.kinds
         ]
-        self.cos, self.sin = rotary(torch.arange(self.capacity, device=device), model.config)
+        tables = rotary(torch.arange(self.capacity, device=device), model.config)
+        self.cos, self.sin = (table.to(model.head_weight.dtype) for table in tables)
         self.slots = [_Slot(row) for row in range(slots)]
         self.slot_of_row: list[_Slot | None] = [*self.slots, *[None] * (self.rows - slots)]
         self.waiting: list[int] = []
         self.active: list[int] = []
         self.weights: list[LayerWeights] = []
+        self.head = model.head_weight
 
     def open(self, seed: int) -> int:
         """Take a free slot for one attempt, whose draws are those of `seed`; returns the slot."""
@@ -134,7 +137,7 @@ class Sampler:
         fresh = [index for index in self.waiting if index not in full]
         self.waiting = []
         if not self.active:
-            self.weights = self.model.model.layer_weights()
+            self.weights, self.head = self.model.model.layer_weights(), pack(self.model.head_weight)
         going = [self.slots[index] for index in self.active]
         self.active += fresh
         if self.active:
@@ -145,31 +148,6 @@ class Sampler:
         ended = full | {index for index in self.active if self._has_ended(self.slots[index], stops)}
         self.active = [index for index in self.active if index not in ended]
         return {index: (self.slots[index].ids, self.slots[index].logprobs) for index in sorted(ended)}
-
-    def generate(
-        self,
-        requests: Sequence[tuple[int, Sequence[int]]],
-        max_tokens: int,
-        stops: Collection[int],
-        temperature: float,
-        top_p: float = 1.0,
-        top_k: int = 0,
-    ) -> list[Turn]:
-        """One turn for each (slot, new ids), in their order: `submit` for all, `advance` until all have ended."""
-        if self.busy:
-            raise ValueError("turns are under way: generate is for rounds that begin and end together")
-        if len({slot for slot, _ in requests}) < len(requests):
-            raise ValueError("a slot appears twice in one call: it can sample one turn at a time")
-        turns: dict[int, Turn] = {}
-        try:
-            for slot, new_ids in requests:
-                self.submit(slot, new_ids, max_tokens)
-            while len(turns) < len(requests):
-                turns |= self.advance(stops, temperature, top_p, top_k)
-        except Exception:
-            self.waiting, self.active = [], []
-            raise
-        return [turns[slot] for slot, _ in requests]
 
     def _slot(self, index: int) -> _Slot:
         if not 0 <= index < len(self.slots) or not self.slots[index].taken:
@@ -184,12 +162,9 @@ class Sampler:
         logits = None
         if going:
             ids = torch.zeros(size, dtype=torch.int64)
-            position = torch.full((size,), self.capacity - 1)
-            rows = [slot.row for slot in going]
-            ids[rows] = torch.tensor([slot.pending[0] for slot in going])
-            position[rows] = torch.tensor([slot.length for slot in going])
-            device = self.cos.device
-            logits = self._decode_step(ids.to(device), position.to(device))
+            ids[[slot.row for slot in going]] = torch.tensor([slot.pending[0] for slot in going])
+            position = self._positions(going, size)
+            logits = self._decode_step(ids.to(position.device), position, max(slot.length for slot in going) + 1)
             for slot in going:
                 slot.length, slot.pending = slot.length + 1, []
         if fresh:
@@ -200,6 +175,12 @@ class Sampler:
         assert logits is not None
         return logits
 
+    def _positions(self, slots: list[_Slot], size: int) -> Tensor:
+        """Where the next id of each row goes [size]; that of a dummy to the last position."""
+        position = torch.full((size,), self.capacity - 1)
+        position[[slot.row for slot in slots]] = torch.tensor([slot.length for slot in slots])
+        return position.to(self.cos.device)
+
     def _prefill(self, fresh: list[_Slot]) -> Tensor:
         """Put every slot's pending ids into the caches; returns the logits [slots, V] after the last of each."""
         weight = self.model.head_weight
@@ -208,42 +189,27 @@ class Sampler:
             last[group] = self._prefill_group([fresh[index] for index in group], width)
         for slot in fresh:
             slot.length, slot.pending = slot.length + len(slot.pending), []
-        return self.model.logits(_pad_rows(last, _batch_size(len(fresh))))[: len(fresh)]
+        return self._logits(_pad_rows(last, _batch_size(len(fresh))))[: len(fresh)]
 
     def _prefill_group(self, group: list[_Slot], width: int) -> Tensor:
+        """Hidden states [slots, D] after the last pending id of each."""
         device = self.cos.device
         ids = torch.tensor([slot.pending + [0] * (width - len(slot.pending)) for slot in group], device=device)
         count = torch.tensor([len(slot.pending) for slot in group], device=device)
         start = torch.tensor([slot.length for slot in group], device=device)
         rows = torch.tensor([slot.row for slot in group], device=device)
         positions = (start[:, None] + torch.arange(width, device=device)).clamp_(max=self.capacity - 1)
-        span = min(self.capacity, _round_up(max(slot.length + len(slot.pending) for slot in group), LENGTH_STEP))
+        longest = max(slot.length + len(slot.pending) for slot in group)
         fresh = all(slot.length == 0 for slot in group)
-        mask = _mask(positions, 0 if fresh else span, self.model)
-        cos_sin = self.cos[positions], self.sin[positions]
-        hidden = self.model.model.embed_tokens(ids)
-        for weights, cache in zip(self.weights, self.caches, strict=True):
-
-            def attend(q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor] = cache) -> Tensor:
-                keys, values = cache
-                keys[rows[:, None], :, positions], values[rows[:, None], :, positions] = k, v
-                if fresh:
-                    return causal_attention(q, k, v)
-                return _attend_cached(q, keys[rows, :, :span], values[rows, :, :span], mask)
-
-            go_on = _recurrence(cache, rows, count, fresh)
-            hidden = apply_layer(weights, hidden, cos_sin, self.model.config, Mixing(attend, go_on))
-        hidden = hidden[torch.arange(len(group), device=device), count - 1]
-        return self.model.model.final_norm(hidden)
+        hidden = self._run(ids, positions, rows, count, longest, fresh)
+        return hidden[torch.arange(len(group), device=device), count - 1]
 
     def _decode(self, logits: Tensor, stops: Collection[int], temperature: float, top_p: float, top_k: int) -> None:
         """Sample until a turn ends; rows without one under way are dummies. Leaves the last ids in `pending`."""
         device, size = logits.device, len(logits)
         slots = [self.slots[index] for index in self.active]
         rows = torch.tensor([slot.row for slot in slots], device=device)
-        position = torch.full((size,), self.capacity - 1, device=device)
-        position[rows] = torch.tensor([slot.length for slot in slots], device=device)
-        step_of_row = (position < self.capacity - 1).long()
+        position = self._positions(slots, size)
         ending = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
         seeds, lengths = [slot.seed for slot in slots], [slot.length for slot in slots]
         uniform = torch.zeros(size, dtype=torch.float64, device=device)
@@ -255,8 +221,7 @@ class Sampler:
             found.append((chosen[rows], logprob[rows]))
             if step + 1 == steps or bool(torch.isin(found[-1][0], ending).any()):
                 break
-            logits = self._decode_step(chosen, position)
-            position = position + step_of_row
+            logits = self._decode_step(chosen, position, max(lengths) + step + 1)
         ids = torch.stack([chosen for chosen, _ in found], 1).tolist()
         logprobs = torch.stack([logprob for _, logprob in found], 1)
         if not bool(logprobs.isfinite().all()):
@@ -267,26 +232,55 @@ class Sampler:
             slot.length += len(new_ids) - 1
             slot.pending = new_ids[-1:]
 
-    def _decode_step(self, ids: Tensor, position: Tensor) -> Tensor:
-        """Logits [N, V] after one more id in each of the first N rows of the caches; dummies leave them as they are."""
-        size, model = len(ids), self.model
-        rows = torch.arange(size, device=ids.device)
-        is_live = position < self.capacity - 1
-        longest = int(torch.where(is_live, position, 0).max()) + 1
+    def _decode_step(self, ids: Tensor, position: Tensor, longest: int) -> Tensor:
+        """Logits [N, V] after one more id in each of the first N rows of the caches, whose `position` [N] moves on.
+
+        Dummies leave the caches as they are. longest: ids of the longest row, this one included.
+        """
+        is_live = (position < self.capacity - 1).long()
+        hidden = self._run(ids[:, None], position[:, None], slice(len(ids)), is_live, longest)
+        position += is_live
+        return self._logits(hidden[:, 0])
+
+    def _run(
+        self,
+        ids_BT: Tensor,
+        position_BT: Tensor,
+        rows: Tensor | slice,
+        count: Tensor,
+        longest: int,
+        fresh: bool = False,
+    ) -> Tensor:
+        """Hidden states [B, T, D] of ids that follow what the `rows` of the caches hold, which take up `count` of each.
+
+        longest: ids of the longest row, these included. fresh: all rows begin here.
+        """
+        config = self.model.config
         span = min(self.capacity, _round_up(longest, LENGTH_STEP))
-        mask = _mask(position[:, None], span, model)
-        cos_sin = self.cos[position][:, None], self.sin[position][:, None]
-        hidden = model.model.embed_tokens(ids)[:, None]
+        mask = _mask(position_BT, 0 if fresh else span, self.model)
+        # Where each head's new key and value lie in a cache seen as [rows * K * capacity, C].
+        heads = torch.arange(len(self.slot_of_row) * config.num_key_value_heads, device=ids_BT.device)
+        heads = heads.view(-1, 1, config.num_key_value_heads)[rows]
+        places = (heads * self.capacity + position_BT[..., None]).flatten()
+        cos_sin = self.cos[position_BT], self.sin[position_BT]
+        hidden = self.model.model.embed_tokens(ids_BT)
         for weights, cache in zip(self.weights, self.caches, strict=True):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor] = cache) -> Tensor:
-                keys, values = cache
-                keys[rows, :, position], values[rows, :, position] = k[:, 0], v[:, 0]
-                return _attend_cached(q, keys[:size, :, :span], values[:size, :, :span], mask)
+                for kept, new in zip(cache, (k, v), strict=True):
+                    kept.view(-1, config.head_dim).index_copy_(0, places, new.reshape(-1, config.head_dim))
+                if fresh:
+                    return causal_attention(q, k, v)
+                keys, values = (kept[rows, :, :span] for kept in cache)
+                return _attend_cached(q, keys, values, mask)
 
-            go_on = _recurrence(cache, slice(size), is_live.long())
-            hidden = apply_layer(weights, hidden, cos_sin, model.config, Mixing(attend, go_on))
-        return model.logits(model.model.final_norm(hidden[:, 0]))
+            go_on = _recurrence(cache, rows, count, fresh)
+            hidden = apply_layer(weights, hidden, cos_sin, config, Mixing(attend, go_on))
+        return hidden
+
+    def _logits(self, hidden_ND: Tensor) -> Tensor:
+        """`Transformer.logits` of what the last layer gave."""
+        return linear(self.model.model.final_norm(hidden_ND), self.head).float()
 
     def _move_to_front(self, active: Sequence[_Slot], size: int) -> None:
         """Exchange rows of the caches so that every active slot lies below `size`."""

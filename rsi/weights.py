@@ -186,7 +186,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def find_folder(place: str) -> Path:
-    """The folder `place` itself; ``hub:OWNER/NAME`` is downloaded from Hugging Face's hub."""
+    """The folder `place` itself; ``hub:OWNER/NAME`` is downloaded from Hugging Face's hub.
+
+    Raises WeightsError where that cannot be: no package for it, no such model, no connection and no copy.
+    """
     if not place.startswith("hub:"):
         return Path(place)
     try:
@@ -194,7 +197,10 @@ def find_folder(place: str) -> Path:
     except ModuleNotFoundError:
         raise WeightsError(f"{place} needs the package huggingface-hub: pip install 'terminal-rsi[hub]'") from None
     wanted = ["config.json", "*.safetensors", INDEX, *TOKENIZER_FILES]
-    return Path(snapshot_download(place.removeprefix("hub:"), allow_patterns=wanted))
+    try:
+        return Path(snapshot_download(place.removeprefix("hub:"), allow_patterns=wanted))
+    except (OSError, ValueError) as problem:  # its own errors are of these kinds
+        raise WeightsError(f"{place} cannot be downloaded: {' '.join(str(problem).split())}") from problem
 
 
 def sha256(folder: Path) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import sample
 
 from rsi.chat import Chat, Message
 from rsi.gguf import convert
@@ -63,7 +64,7 @@ def test_the_real_model_answers(folder: Path, actor: Transformer) -> None:
     system = Message("system", "You are a helpful AI assistant named SmolLM, trained by Hugging Face")
     questions = ("What is the capital of France?", "What is 2+2?")
     requests = [(sampler.open(0), chat.prompt([system, Message("user", question)])) for question in questions]
-    texts = [chat.decode(ids) for ids, _ in sampler.generate(requests, 16, chat.stops, 0.0)]
+    texts = [chat.decode(ids) for ids, _ in sample(sampler, requests, 16, chat.stops, 0.0)]
     assert "Paris" in texts[0] and "4" in texts[1], texts
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import FAMILIES, HYBRID, TINY, perturbed
+from tiny_models import FAMILIES, HYBRID, TINY, perturbed, sample
+from torch.utils._pytree import tree_leaves
 
 from rsi.architecture import FULL, LINEAR, PUBLISHED, ModelConfig
 from rsi.config import UserError, parse
@@ -25,6 +26,7 @@ from rsi.plan import (
     sampler_memory,
     saved_bytes,
 )
+from rsi.sampler import Sampler
 from rsi.stages import schedule
 
 
@@ -95,6 +97,20 @@ def test_what_a_rank_samples_with() -> None:
     two = replace(config, ranks=2, rollout=replace(config.rollout, slots=32))
     assert list(sampler_memory(actor, two).values()) == [4 * count, joined, caches]
     assert need(actor, Critic(TINY), replace(two, offload=True), [rpr1]).resident == 0
+
+
+@pytest.mark.parametrize("config", FAMILIES.values())
+def test_the_weights_that_the_sampler_copies(config: ModelConfig) -> None:
+    """Beside the actor's: those that one has after its first turn, whichever are joined or packed."""
+    for precision in ("float32", "bfloat16"):
+        actor = perturbed(config).to(getattr(torch, precision))
+        sampler = Sampler(actor, 1, 40)
+        sample(sampler, [(sampler.open(0), [2])], 1, (), 1.0)
+        own = {parameter.untyped_storage().data_ptr() for parameter in actor.parameters()}
+        made = [tensor for tensor in tree_leaves([sampler.weights, sampler.head]) if tensor is not None]
+        copied = [t for t in made if t.is_mkldnn or t.untyped_storage().data_ptr() not in own]
+        _, joined, _ = sampler_memory(actor, parse(["--precision", precision])).values()
+        assert sum(tensor.numel() * tensor.element_size() for tensor in copied) == pytest.approx(joined, rel=0.02)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

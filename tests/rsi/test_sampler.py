@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import HYBRID, TINY, perturbed
+from tiny_models import HYBRID, TINY, perturbed, sample
 
 from rsi.draws import draw, uniforms
 from rsi.model import Transformer
@@ -39,7 +39,7 @@ def run(
     sampler: Sampler, asked: list[list[int]], seeds: list[int], temperature: float = 1.0, tokens: int = 24
 ) -> Turns:
     slots = [sampler.open(seed) for seed in seeds]
-    turns = sampler.generate(list(zip(slots, asked, strict=True)), tokens, STOPS, temperature)
+    turns = sample(sampler, list(zip(slots, asked, strict=True)), tokens, STOPS, temperature)
     for slot in slots:
         sampler.close(slot)
     return turns
@@ -56,7 +56,7 @@ def test_logprobs_over_turns_equal_a_full_forward(actor: Transformer, temperatur
         asked = [
             (place, new) for place, new in enumerate(prompts(count, seed=turn)) if (place + turn) % 4 or count == 1
         ]
-        turns = sampler.generate([(slots[place], new) for place, new in asked], 30, STOPS, temperature)
+        turns = sample(sampler, [(slots[place], new) for place, new in asked], 30, STOPS, temperature)
         for (place, new), (ids, logprobs) in zip(asked, turns, strict=True):
             histories[place] += new
             expected[place] += list(zip(range(len(histories[place]), 999), logprobs, strict=False))
@@ -74,8 +74,8 @@ def test_kept_prefix_equals_starting_again(actor: Transformer) -> None:
     first, second = prompts(20, seed=1), prompts(20, seed=2)
     sampler = Sampler(actor, slots=20, max_len=200)
     slots = [sampler.open(seed) for seed in range(20)]
-    opening = sampler.generate(list(zip(slots, first, strict=True)), 20, STOPS, 1.0)
-    kept = sampler.generate(list(zip(slots, second, strict=True)), 20, STOPS, 1.0)
+    opening = sample(sampler, list(zip(slots, first, strict=True)), 20, STOPS, 1.0)
+    kept = sample(sampler, list(zip(slots, second, strict=True)), 20, STOPS, 1.0)
     whole = [a + ids + b for a, (ids, _), b in zip(first, opening, second, strict=True)]
     again = run(Sampler(actor, slots=20, max_len=200), whole, list(range(20)), tokens=20)
     assert [ids for ids, _ in kept] == [ids for ids, _ in again]
@@ -112,7 +112,7 @@ def test_turns_that_join_and_leave_at_any_time_are_the_same(actor: Transformer) 
     seeds = list(range(14))
     together = Sampler(actor, slots=14, max_len=256)
     slots = [together.open(seed) for seed in seeds]
-    wanted = [together.generate(list(zip(slots, new, strict=True)), 20, STOPS, 1.0) for new in asked]
+    wanted = [sample(together, list(zip(slots, new, strict=True)), 20, STOPS, 1.0) for new in asked]
 
     sampler = Sampler(actor, slots=14, max_len=256)
     slots = [sampler.open(seed) for seed in seeds]
@@ -149,9 +149,9 @@ def test_turns_end_at_max_tokens_and_max_len(actor: Transformer) -> None:
     lengths = [1, 45, 49, 50]
     asked = [(slot, [2] * length) for slot, length in zip(slots, lengths, strict=True)]
     never = ()
-    turns = sampler.generate(asked, 10, never, 1.0)
+    turns = sample(sampler, asked, 10, never, 1.0)
     assert [len(ids) for ids, _ in turns] == [10, 5, 1, 0]
-    again = sampler.generate([(slot, [3]) for slot in slots], 1000, never, 1.0)
+    again = sample(sampler, [(slot, [3]) for slot in slots], 1000, never, 1.0)
     assert [len(ids) for ids, _ in again] == [38, 0, 0, 0]
     history = [2, *turns[0][0], 3, *again[0][0]]
     assert len(history) == 50
@@ -164,12 +164,12 @@ def test_turns_of_idle_slots_survive_the_work_of_others(actor: Transformer) -> N
     sampler = Sampler(actor, slots=70, max_len=160)
     asked = prompts(70, seed=8)
     slots = [sampler.open(seed) for seed in range(70)]
-    opening = sampler.generate(list(zip(slots, asked, strict=True)), 6, STOPS, 1.0)
+    opening = sample(sampler, list(zip(slots, asked, strict=True)), 6, STOPS, 1.0)
     for start in (0, 30, 55):
         busy = [(slot, [5, 6]) for slot in slots[start : start + 15]]
-        sampler.generate(busy, 40, STOPS, 1.0)
+        sample(sampler, busy, 40, STOPS, 1.0)
     idle = [place for place in range(70) if not any(start <= place < start + 15 for start in (0, 30, 55))]
-    turns = sampler.generate([(slots[place], [7]) for place in idle], 5, STOPS, 1.0)
+    turns = sample(sampler, [(slots[place], [7]) for place in idle], 5, STOPS, 1.0)
     for place, (ids, logprobs) in zip(idle, turns, strict=True):
         history = [*asked[place], *opening[place][0], 7, *ids]
         expected = full_logprobs(actor, history, 1.0)[-len(ids) :]
@@ -254,7 +254,7 @@ def test_diverged_weights_are_reported() -> None:
         actor.model.norm.weight.fill_(torch.nan)
     sampler = Sampler(actor, slots=1, max_len=32)
     with pytest.raises(FloatingPointError, match="not finite"):
-        sampler.generate([(sampler.open(0), [2, 3])], 4, STOPS, 1.0)
+        sample(sampler, [(sampler.open(0), [2, 3])], 4, STOPS, 1.0)
 
 
 def test_misuse_is_refused(actor: Transformer) -> None:
@@ -262,24 +262,21 @@ def test_misuse_is_refused(actor: Transformer) -> None:
         Sampler(actor, slots=0, max_len=32)
     sampler = Sampler(actor, slots=2, max_len=32)
     slot = sampler.open(0)
-    with pytest.raises(ValueError, match="appears twice"):
-        sampler.generate([(slot, [2]), (slot, [3])], 4, STOPS, 1.0)
     with pytest.raises(ValueError, match="without ids"):
-        sampler.generate([(slot, [])], 4, STOPS, 1.0)
-    with pytest.raises(ValueError, match="temperature -1"):
-        sampler.generate([(slot, [2])], 4, STOPS, -1.0)
+        sampler.submit(slot, [], 4)
+    with pytest.raises(ValueError, match="max_tokens 0"):
+        sampler.submit(slot, [2], 0)
     with pytest.raises(ValueError, match="slot 1 is not open"):
-        sampler.generate([(1, [2])], 4, STOPS, 1.0)
-    with pytest.raises(ValueError, match="top_p 0 in"):
-        sampler.generate([(slot, [2])], 4, STOPS, 1.0, top_p=0)
+        sampler.submit(1, [2], 4)
     sampler.submit(sampler.open(0), [2], 4)
     with pytest.raises(ValueError, match="slot 1 has a turn under way"):
         sampler.submit(1, [2], 4)
-    with pytest.raises(ValueError, match="turns are under way"):
-        sampler.generate([(slot, [2])], 4, STOPS, 1.0)
+    for limits, message in (((-1.0,), "temperature -1"), ((1.0, 0), "top_p 0 in"), ((1.0, 1, -1), "top_k -1")):
+        with pytest.raises(ValueError, match=message):
+            sampler.advance(STOPS, *limits)
     with pytest.raises(ValueError, match="all 2 slots are taken"):
         sampler.open(0)
     for index in (0, 1):
         sampler.close(index)
     assert sampler.open(5) == slot
-    assert sampler.generate([], 4, STOPS, 1.0) == []
+    assert not sampler.busy and sampler.advance(STOPS, 1.0) == {}

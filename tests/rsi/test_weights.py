@@ -4,7 +4,10 @@ import json
 import re
 import shutil
 import sys
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -334,8 +337,78 @@ def test_ranks_read_their_part_alone(tmp_path: Path) -> None:
     assert same_parameters(load_critic(tmp_path / "critic"), copy_of(load_actor(tmp_path / "actor"), Critic))
 
 
-def test_the_hub_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+class Hub(BaseHTTPRequestHandler):
+    """One model of the hub, on this machine: what the client asks for in order to download it."""
+
+    folder: Path
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        self.asked.append(path)
+        name = path.rpartition("/")[2]
+        files = sorted(file.name for file in self.folder.iterdir())
+        if path.startswith("/api/models/some/model/tree/"):
+            content = [
+                {"type": "file", "path": file, "oid": file, "size": (self.folder / file).stat().st_size}
+                for file in files
+            ]
+            self.answer(200, json.dumps(content).encode())
+        elif path.startswith("/api/models/some/model"):
+            siblings = [{"rfilename": file} for file in files]
+            self.answer(200, json.dumps({"id": "some/model", "sha": "0" * 40, "siblings": siblings}).encode())
+        elif path.startswith("/some/model/resolve/") and name in files:
+            self.answer(200, (self.folder / name).read_bytes(), {"ETag": f'"{name}"'})
+        else:
+            self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def answer(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"X-Repo-Commit": "0" * 40, "Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nothing on the tests' output."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    constants = pytest.importorskip("huggingface_hub", reason="needs the extra hub").constants
+    Hub.folder, Hub.asked = tmp_path / "served", []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield Hub
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_model_of_the_hub_is_downloaded(hub: type[Hub]) -> None:
+    """The package's own client, with a hub on this machine: what it brings is the model; the rest stays there."""
+    actor = save_actor(hub.folder)
+    (hub.folder / "pytorch_model.bin").write_bytes(b"the same weights once more")
+    found = find_folder("hub:some/model")
+    assert same_parameters(load_actor(found), actor) and load_tokenizer(found).to_str() == TOKENIZER.to_str()
+    assert not (found / "pytorch_model.bin").exists() and not any(path.endswith(".bin") for path in hub.asked)
+    with pytest.raises(WeightsError, match=r"hub:no/model cannot be downloaded: .*404"):
+        find_folder("hub:no/model")
+    with pytest.raises(WeightsError, match="hub:no model at all cannot be downloaded: "):
+        find_folder("hub:no model at all")
+
+
+def test_without_the_hubs_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_folder("some/where") == Path("some/where")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(WeightsError, match="needs the package huggingface-hub"):
+    with pytest.raises(WeightsError, match=r"needs the package huggingface-hub: pip install 'terminal-rsi\[hub\]'"):
         find_folder("hub:Qwen/Qwen3-0.6B")

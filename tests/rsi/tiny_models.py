@@ -1,11 +1,13 @@
-"""One tiny model a family, with parameters of which none has a value that would hide a mistake."""
+"""One tiny model a family, no parameter of which has a value that would hide a mistake, and rounds of sampling."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
 
 from rsi.architecture import FULL, LINEAR, ModelConfig
 from rsi.model import Transformer
+from rsi.sampler import Sampler, Turn
 
 TINY = ModelConfig(
     vocab_size=96,
@@ -46,3 +48,19 @@ def perturbed(config: ModelConfig, seed: int = 0) -> Transformer:
             if name.endswith("A_log"):
                 parameter.sub_(3.0)
     return actor
+
+
+def sample(
+    sampler: Sampler,
+    requests: Sequence[tuple[int, Sequence[int]]],
+    max_tokens: int,
+    stops: Collection[int],
+    temperature: float,
+) -> list[Turn]:
+    """One turn for each (slot, new ids), in their order: all begin together, the last to end ends the round."""
+    turns: dict[int, Turn] = {}
+    for slot, new_ids in requests:
+        sampler.submit(slot, new_ids, max_tokens)
+    while sampler.busy:
+        turns |= sampler.advance(stops, temperature)
+    return [turns[slot] for slot, _ in requests]
