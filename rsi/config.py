@@ -250,7 +250,7 @@ def smoke() -> Config:
         train_tasks=32,
         families=2,
         model=ModelShape(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=192),
-        pretrain=Pretrain(steps=400, habit=0.3, short_share=1.0),
+        pretrain=Pretrain(steps=350, habit=0.3, short_share=1.0),
         rollout=Rollout(slots=32, max_turns=5, max_turn_tokens=20, max_length=256),
         evaluate=Evaluate(tasks=6),
         rsr=Rsr(tasks=8, executions=1),
