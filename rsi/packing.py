@@ -9,7 +9,8 @@ def packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `pack` has another layout for such weights: bfloat16, on a CPU that oneDNN multiplies it on.
 
     It needs two operations that torch keeps for its own compiler (2.11 to 2.13 have them); without them, or where the
-    CPU has no bfloat16, weights stay as they are. Measured with SmolLM2's shapes and 8 rows: 25 to 45 % less time.
+    CPU has no bfloat16, weights stay as they are. Measured with all products of SmolLM2-135M and 8 rows: 26 ms instead
+    of 42 on one thread, 15 to 22 instead of 23 to 26 on two.
     """
     if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False

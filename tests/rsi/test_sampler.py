@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import HYBRID, TINY, perturbed, sample
+from tiny_models import FAMILIES, TINY, perturbed, sample
 
 from rsi.draws import draw, uniforms
 from rsi.model import Transformer
@@ -16,9 +16,10 @@ STOPS = (STOP,)
 Turns = list[tuple[list[int], list[float]]]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def actor(request: pytest.FixtureRequest) -> Transformer:
-    return perturbed(CONFIG if request.param == "qwen3" else replace(HYBRID, vocab_size=64))
+    layers = 4 if request.param == "qwen3_5" else 2
+    return perturbed(replace(FAMILIES[request.param], vocab_size=64, num_hidden_layers=layers))
 
 
 def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
@@ -81,6 +82,21 @@ def test_kept_prefix_equals_starting_again(actor: Transformer) -> None:
     assert [ids for ids, _ in kept] == [ids for ids, _ in again]
     for (_, one), (_, other) in zip(kept, again, strict=True):
         assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_a_later_turn_prefills_its_new_ids_alone(actor: Transformer) -> None:
+    sampler = Sampler(actor, slots=1, max_len=200)
+    slot, read = sampler.open(0), []
+    hook = actor.model.embed_tokens.register_forward_hook(lambda _, ids, __: read.append(ids[0].shape))
+    try:
+        for new in ([2] * 100, [3, 4, 5]):
+            (turn,) = sample(sampler, [(slot, new)], 4, (), 1.0)
+            assert len(turn[0]) == 4
+    finally:
+        hook.remove()
+    steps = [(8, 1)] * 3
+    # Padded to a multiple of 16; the last id of the first turn comes with the second's.
+    assert read == [(1, 112), *steps, (1, 16), *steps]
 
 
 def test_repeats_are_bit_identical_and_seeds_matter(actor: Transformer) -> None:
