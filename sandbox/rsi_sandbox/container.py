@@ -25,9 +25,10 @@ from .task import Task
 if TYPE_CHECKING:
     from .daemon import DockerBackend
 
-# Where no process is to be had for the shell, bash ends: then it begins again in its own place.
+# Where no process is to be had for the shell, bash ends with a status: then it begins again in its own place. Told to
+# end (USR1, or the daemon's TERM) it has none.
 OUTER = (
-    'trap "trap - EXIT; exit 0" USR1; trap \'exec /bin/bash --noprofile --norc -c "$BASH_EXECUTION_STRING" bash "$1"\' '
+    'trap "exit 0" USR1; trap \'(($?)) && exec /bin/bash --noprofile --norc -c "$BASH_EXECUTION_STRING" bash "$1"\' '
     'EXIT; s=0; while :; do /bin/bash --noprofile --norc -c "$1" bash $s; s=$?; done'
 )
 API_SECONDS = 60
