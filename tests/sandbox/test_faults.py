@@ -230,9 +230,10 @@ def own_daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Pope
 
 
 def start_daemon(folder: str) -> "subprocess.Popen[bytes]":
+    # In a network namespace of its own: without a bridge a daemon removes the one that the machine's daemon uses.
     daemon = subprocess.Popen(
-        ["dockerd", "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec", "--pidfile", f"{folder}/pid",
-         "--host", f"unix://{folder}/d.sock", "--bridge", "none", "--iptables=false"],
+        ["unshare", "--net", "dockerd", "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec",
+         "--pidfile", f"{folder}/pid", "--host", f"unix://{folder}/d.sock", "--bridge", "none", "--iptables=false"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     deadline = time.monotonic() + 60
