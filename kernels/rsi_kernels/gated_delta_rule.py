@@ -127,10 +127,12 @@ def chunked(
     key_exit = k_BHNCK * (total_BHN - decay_BHNC).exp().unsqueeze(-1)
     kept = total_BHN.exp().unsqueeze(-1)
     out = []
-    for n in range(q_BHNCK.shape[2]):
-        written_BHCV = error_BHNCV[:, :, n] - reads_BHNCK[:, :, n] @ state_BHKV
-        out.append(query_entry[:, :, n] @ state_BHKV + attend_BHNCC[:, :, n] @ written_BHCV)
-        state_BHKV = state_BHKV * kept[:, :, n] + key_exit[:, :, n].mT @ written_BHCV
+    # Unbound, not indexed: the gradient of an index is a whole tensor of zeros, one for each chunk.
+    chunks = (x.unbind(2) for x in (error_BHNCV, reads_BHNCK, query_entry, attend_BHNCC, kept, key_exit))
+    for error_BHCV, reads_BHCK, query_BHCK, attend_BHCC, keep, key_BHCK in zip(*chunks, strict=True):
+        written_BHCV = error_BHCV - reads_BHCK @ state_BHKV
+        out.append(query_BHCK @ state_BHKV + attend_BHCC @ written_BHCV)
+        state_BHKV = state_BHKV * keep + key_BHCK.mT @ written_BHCV
     return torch.cat(out, 2)[:, :, :tokens].transpose(1, 2), state_BHKV
 
 
