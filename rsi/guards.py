@@ -23,7 +23,7 @@ def guard(metrics: Mapping[str, float], notes: dict[str, Any], max_gap: float) -
     skipped = any(not math.isfinite(metrics.get(f"{name}/grad_norm", 0.0)) for name in ("actor", "critic"))
     notes["skipped"] = notes.get("skipped", 0) + 1 if skipped else 0
     if notes["skipped"] >= SKIPS:
-        return "", (f"{SKIPS} steps in a row had a gradient that is not finite: {WAY_OUT}")
+        return "", f"{SKIPS} steps in a row had a gradient that is not finite: {WAY_OUT}"
     gap = metrics.get("rollout/logprob_gap", 0.0)
     if gap > max_gap:
         return "", (

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from rsi_kernels.linear_logprob import GPU_TILE_BYTES
@@ -125,6 +126,7 @@ def kept_bytes(config: ModelConfig, kind: str, tokens: int, dtype: torch.dtype) 
     return more + (more - few) * (tokens - SAMPLES[1]) // (SAMPLES[1] - SAMPLES[0])
 
 
+@cache
 def saved_bytes(config: ModelConfig, kind: str, tokens: int, dtype: torch.dtype = torch.float32) -> int:
     """Bytes that one layer keeps for its backward pass over one sequence of `tokens` tokens."""
     storages: dict[object, int] = {}

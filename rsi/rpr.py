@@ -29,7 +29,7 @@ from rsi.guards import WAY_OUT, Diverged
 from rsi.harness import get_harness
 from rsi.model import Critic, Transformer
 from rsi.rollout import Job
-from rsi.session import MAX_INFRA_SHARE, Pool, Session, require_sound
+from rsi.session import Pool, Session, require_sound
 from rsi.stages import Stage
 from rsi.trajectory import ENDS, Trajectory
 
@@ -140,8 +140,7 @@ class Loop:
         records = self.collect(step)
         collected = time.monotonic()
         metrics = rollout_metrics(records)
-        require_sound(f"{self.stage.name} {step.phase} step {step.number + 1}", records, MAX_INFRA_SHARE)
-        usable = [record for record in records if record.end != "infra_error"]
+        usable = require_sound(f"{self.stage.name} {step.phase} step {step.number + 1}", records)
         metrics |= self.learn(step, usable, rival)
         metrics["timing_s/rollout"] = collected - begun
         metrics["timing_s/update"] = time.monotonic() - collected

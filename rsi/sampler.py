@@ -73,6 +73,9 @@ class Sampler:
             else _delta_cache(model.config, self.rows, model.head_weight)
             for kind in model.config.kinds
         ]
+        # Where each head's keys and values begin in a cache seen as [rows * K * capacity, C].
+        heads = torch.arange(self.rows * model.config.num_key_value_heads, device=device)
+        self.heads = heads.view(self.rows, 1, -1) * self.capacity
         tables = rotary(torch.arange(self.capacity, device=device), model.config)
         self.cos, self.sin = (table.to(model.head_weight.dtype) for table in tables)
         self.slots = [_Slot(row) for row in range(slots)]
@@ -258,10 +261,7 @@ class Sampler:
         config = self.model.config
         span = min(self.capacity, _round_up(longest, LENGTH_STEP))
         mask = _mask(position_BT, 0 if fresh else span, self.model)
-        # Where each head's new key and value lie in a cache seen as [rows * K * capacity, C].
-        heads = torch.arange(len(self.slot_of_row) * config.num_key_value_heads, device=ids_BT.device)
-        heads = heads.view(-1, 1, config.num_key_value_heads)[rows]
-        places = (heads * self.capacity + position_BT[..., None]).flatten()
+        places = (self.heads[rows] + position_BT[..., None]).flatten()
         cos_sin = self.cos[position_BT], self.sin[position_BT]
         hidden = self.model.model.embed_tokens(ids_BT)
         for weights, cache in zip(self.weights, self.caches, strict=True):

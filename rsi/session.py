@@ -26,7 +26,7 @@ from rsi.tiny import Split, generate, write_task
 from rsi.trajectory import Trajectory, read, to_json
 
 Pool = dict[str, list[Task]]  # suite -> tasks
-MAX_INFRA_SHARE = 0.25  # of the attempts that training uses; with more lost the rest is no fair sample
+MAX_LOST = 0.25  # share of the attempts for training; with more lost to the machine the rest is no fair sample
 
 
 class Interrupted(Exception):
@@ -125,7 +125,7 @@ class Session:
             return [found[job.seed, job.runbook] for job in jobs]
         with self.log.progress(f"{stage} {name}") as report:
             records = self.collect(stage, name, jobs, harness, self.engine(actor, chat, report))
-        require_sound(f"{stage} {name}", records, MAX_INFRA_SHARE)
+        require_sound(f"{stage} {name}", records)
         self.progress.save(0)
         self.stop_if_asked()
         return records
@@ -135,14 +135,15 @@ class Session:
         return self.run.folder / "trajectories" / stage / f"{name}.{distributed.rank()}.jsonl"
 
 
-def require_sound(what: str, records: Sequence[Trajectory], most: float) -> None:
-    """Raises SandboxError where more than the share `most` of the attempts failed for the machine's reasons."""
+def require_sound(what: str, records: Sequence[Trajectory], most: float = MAX_LOST) -> list[Trajectory]:
+    """The attempts that the machine did not fail; SandboxError where it failed more than the share `most`."""
     broken = [record for record in records if record.end == "infra_error"]
     if len(broken) > most * len(records):
         raise SandboxError(
             f"{what}: {len(broken)} of {len(records)} attempts failed for the machine's reasons, more than {most:.0%};"
             f" the last: {broken[-1].error}"
         )
+    return [record for record in records if record.end != "infra_error"]
 
 
 @contextmanager
