@@ -111,7 +111,9 @@ def test_an_interrupted_run_ends_at_once_and_leaves_nothing(kind: str, sent: sig
     """Not when its agents' time is up."""
     open_or_skip(kind).close()
     folder, marker = write_task(tmp_path / "task"), str(secrets.randbelow(10**9) + 10**6)
-    program = [sys.executable, "-m", "rsi_sandbox", "run", *[str(folder)] * 3, "--sandbox", kind]
+    # What runs these tests may ignore the signal, and with it what they start.
+    program = ["env", "--default-signal=INT", sys.executable, "-m", "rsi_sandbox", "run", *[str(folder)] * 3]
+    program += ["--sandbox", kind]
     program += ["--agent", f"setsid sleep {marker} & sleep 500", "--out", str(tmp_path / "jobs")]
     owner = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 100
