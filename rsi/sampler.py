@@ -121,7 +121,7 @@ class Sampler:
         state.ids, state.logprobs, state.max_tokens = [], [], max_tokens
         self.waiting.append(slot)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def advance(
         self, stops: Collection[int], temperature: float, top_p: float = 1.0, top_k: int = 0
     ) -> dict[int, Turn]:
