@@ -142,7 +142,8 @@ class ModelConfig:
         default_share = 0.25 if family == "qwen3_5" else 1.0
         share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", default_share))
         eos = text.get("eos_token_id", values.get("eos_token_id"))
-        tied = text.get("tie_word_embeddings", values.get("tie_word_embeddings", False))
+        # Where the two differ transformers heeds the outer one.
+        tied = values.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
         return cls(
             **{name: text[name] for name in SIZES},
             num_key_value_heads=text.get("num_key_value_heads") or heads,

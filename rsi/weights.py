@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from rsi import distributed
 from rsi.architecture import ModelConfig
-from rsi.chat import END, PAD, SPECIAL_TOKENS
+from rsi.chat import END, PAD, SPECIAL_TOKENS, Chat
 from rsi.config import Config
 from rsi.model import Critic, Transformer
 

@@ -158,10 +158,15 @@ TEMPLATES = {
     ("qwen3", "qwen3", 1): "calls",
     ("qwen3_instruct_2507", "qwen3", 0): "all",
     ("qwen3_instruct_2507", "qwen3", 1): "all",
-    **{(name, "qwen3_5", thinking): "calls" for name in ("qwen3_5_think", "qwen3_5_nothink", "qwen3_6") for thinking in (0, 1)},
+    ("qwen3_5_think", "qwen3_5", 0): "calls",
+    ("qwen3_5_think", "qwen3_5", 1): "calls",
+    ("qwen3_5_nothink", "qwen3_5", 0): "calls",
+    ("qwen3_5_nothink", "qwen3_5", 1): "calls",
+    ("qwen3_6", "qwen3_5", 0): "calls",
+    ("qwen3_6", "qwen3_5", 1): "calls",
     ("qwen3_8", "qwen3_5", 0): "all",
     ("qwen3_8", "qwen3_5", 1): "all",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "family", "thinking"), TEMPLATES)

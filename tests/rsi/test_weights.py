@@ -239,11 +239,14 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def multimodal(folder: Path) -> None:
-    """A folder as Qwen publishes them: nested config, vision tower, a prediction layer, two types, shards."""
-    text = FAMILIES["qwen3_5"].to_dict() | {"dtype": "bfloat16", "tie_word_embeddings": False}
+def multimodal(folder: Path, tied: bool) -> None:
+    """A folder as Qwen publishes them: nested config, vision tower, a prediction layer, two types, shards; the inner
+    config wrong about the head."""
+    text = FAMILIES["qwen3_5"].to_dict() | {"dtype": "bfloat16", "tie_word_embeddings": not tied}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    config = transformers.AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    config = transformers.AutoConfig.for_model(
+        "qwen3_5", text_config=text, vision_config=vision, tie_word_embeddings=tied
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
@@ -256,9 +259,11 @@ def multimodal(folder: Path) -> None:
     save_file({"mtp.fc.weight": torch.randn(4, 8).bfloat16()}, folder / "mtp.safetensors")
 
 
-def test_an_export_is_the_original_with_other_weights(tmp_path: Path) -> None:
-    multimodal(tmp_path / "original")
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_is_the_original_with_other_weights(tmp_path: Path, tied: bool) -> None:
+    multimodal(tmp_path / "original", tied)
     before = stored(tmp_path / "original")
+    assert ("lm_head.weight" in before) != tied
     assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16, torch.float32}
     assert any(name.startswith("model.language_model.layers") for name in before)
     actor = load_actor(tmp_path / "original")
