@@ -242,7 +242,8 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 def multimodal(folder: Path, tied: bool) -> None:
     """A folder as Qwen publishes them: nested config, vision tower, a prediction layer, two types, shards; the inner
     config wrong about the head."""
-    text = FAMILIES["qwen3_5"].to_dict() | {"dtype": "bfloat16", "tie_word_embeddings": not tied}
+    sizes = {"vocab_size": 384, "max_position_embeddings": 2048}
+    text = FAMILIES["qwen3_5"].to_dict() | sizes | {"dtype": "bfloat16", "tie_word_embeddings": not tied}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     config = transformers.AutoConfig.for_model(
         "qwen3_5", text_config=text, vision_config=vision, tie_word_embeddings=tied
