@@ -64,7 +64,7 @@ def rewrite(
     found, funnel = discover(session, stage, actor, chat, tasks)
     rewrites = write_runbooks(session, stage, found, funnel)
     records = execute(session, stage, actor, chat, rewrites, funnel)
-    kept = keep(session, records, rewrites, funnel)
+    kept = keep(session, records, rewrites, chat, funnel)
     session.write(folder / "kept.jsonl", [to_json(record) for record in kept])
     harness = get_harness(TARGET, session.config.rollout.prompt_style)
     everything = [record for path in earlier for record in read(path)] + kept
@@ -176,7 +176,7 @@ def execute(
 
 
 def keep(
-    session: Session, records: Sequence[Trajectory], rewrites: Sequence[Rewrite], funnel: dict[str, Any]
+    session: Session, records: Sequence[Trajectory], rewrites: Sequence[Rewrite], chat: Chat, funnel: dict[str, Any]
 ) -> list[Trajectory]:
     """What the verifier passed and the leakage screen found clean, duplicates dropped."""
     private = private_commands(session)
@@ -194,6 +194,7 @@ def keep(
             solution=texts(task.folder / "solution"),
             runbook=record.runbook,
             private=private,
+            texts=[chat.decode(record.said(turn)) for turn in range(record.turns)],
         )
         if reason:
             screened[reason] += 1

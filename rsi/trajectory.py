@@ -74,6 +74,10 @@ class Trajectory:
         """Assistant messages."""
         return len(self.exchanges)
 
+    def said(self, turn: int) -> list[int]:
+        """The ids that the policy sampled in `turn`."""
+        return [token for token, of in zip(self.ids, self.turn, strict=True) if of == turn]
+
     def extend(self, ids: list[int], turn: int = -1, logprob: list[float] | None = None) -> None:
         """Append prompt or observation tokens, or (with `logprob`) the sampled tokens of `turn`."""
         sampled = logprob is not None

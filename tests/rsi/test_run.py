@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from test_chat import ALWAYS, BPE
 from test_weights import multimodal
 
 from rsi.chat import Chat
+from rsi.config import parse
 from rsi.harness import get_harness
-from rsi.rsr import supervised
+from rsi.rsr import Rewrite, keep, supervised
 from rsi.session import load_pool
 from rsi.trajectory import read
 from rsi.weights import export, load_tokenizer, sha256
@@ -173,7 +175,7 @@ def test_every_recorded_attempt_is_its_prompt_turns_and_observations(run: Path) 
             ids = chat.prompt(harness.prompt(tasks[record.task].instruction, record.runbook))
             assert record.ids[: len(ids)] == ids and not any(record.action[: len(ids)])
             for number, exchange in enumerate(record.exchanges):
-                sampled = [token for token, turn in zip(record.ids, record.turn, strict=True) if turn == number]
+                sampled = record.said(number)
                 assert record.ids[len(ids) : len(ids) + len(sampled)] == sampled
                 ids += sampled
                 if number < record.turns - 1:
@@ -194,6 +196,20 @@ def test_a_supervised_example_has_the_bare_prompt_and_the_same_turns(run: Path) 
         assert example.ids == prompt + record.ids[start:] and example.logprob == [] and example.runbook is None
         assert example.action == [0] * len(prompt) + record.action[start:]
         assert len(example.ids) == len(example.turn) and len(prompt) < start
+
+
+def test_what_a_turn_says_is_screened_as_what_it_runs(run: Path) -> None:
+    """A thought of the runbook would be taught to an actor that is given none."""
+    chat = Chat(load_tokenizer(run / "stages" / "0-base" / "actor"))
+    tasks = {task.name: task for of in load_pool(run / "tasks" / "train").values() for task in of}
+    record = next(read(run / "stages" / "1-rsr1" / "kept.jsonl"))
+    session: Any = SimpleNamespace(config=parse(["--preset", "smoke"]))
+    rewrites, funnel = [Rewrite(tasks[record.task], record.runbook or "")], dict[str, Any]()
+    assert keep(session, [record], rewrites, chat, funnel) == [record] and funnel["screened_out"] == {}
+    thought, start = chat.encode_turn("<think>As the runbook says.</think>")[:-1], record.action.index(1)
+    for of, added in ((record.ids, thought), (record.action, [1] * len(thought)), (record.turn, [0] * len(thought))):
+        of[start:start] = added
+    assert keep(session, [record], rewrites, chat, funnel) == [] and funnel["screened_out"] == {"runbook": 1}
 
 
 def test_killed_at_random_moments_it_ends_the_same(run: Path, tmp_path: Path) -> None:
