@@ -34,9 +34,9 @@ def torchrun(ranks: int, *command: str, **environment: str) -> subprocess.Comple
     )
 
 
-def layout(out: Path, ranks: int, tied: str, *options: str) -> dict[str, Any]:
+def layout(out: Path, ranks: int, model: str, *options: str) -> dict[str, Any]:
     out.mkdir()
-    done = torchrun(ranks, str(PROGRAMS / "layout.py"), str(out), tied, *options)
+    done = torchrun(ranks, str(PROGRAMS / "layout.py"), str(out), model, *options)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = torch.load(out / "result.pt", weights_only=True)
     return found
@@ -47,16 +47,16 @@ SPLIT, ALL = ("--micro-batch-tokens", "64"), ("--micro-batch-tokens", "100000")
 
 
 @pytest.mark.parametrize(
-    ("tied", "layouts"),
+    ("model", "layouts"),
     [
         ("tied", [(1, *SPLIT, "--recompute"), (2, *SPLIT), (3, *ALL)]),
-        ("untied", [(2, "--recompute", "--offload")]),
+        ("hybrid", [(2, "--recompute", "--offload")]),
     ],
 )
-def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, tied: str, layouts: list[tuple[int, str]]) -> None:
-    one = layout(tmp_path / "one", 1, tied)
+def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, model: str, layouts: list[tuple[int, str]]) -> None:
+    one = layout(tmp_path / "one", 1, model)
     for number, (ranks, *options) in enumerate(layouts):
-        other = layout(tmp_path / str(number), ranks, tied, *options)
+        other = layout(tmp_path / str(number), ranks, model, *options)
         for network in ("actor", "critic"):
             pairs = [(one[network][key], other[network][key]) for key in one[network]]
             assert len(pairs) > 10 and one[network].keys() == other[network].keys()

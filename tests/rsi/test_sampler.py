@@ -186,6 +186,21 @@ def test_turns_end_at_max_tokens_and_max_len(actor: Transformer) -> None:
     assert again[0][1] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+def test_a_slot_closed_under_way_leaves_no_trace(actor: Transformer) -> None:
+    first, second, third = prompts(3, seed=11)
+    sampler = Sampler(actor, slots=2, max_len=128)
+    kept, dropped = sampler.open(0), sampler.open(1)
+    sampler.submit(kept, first, 3)
+    sampler.submit(dropped, second, 24)
+    ((ids, _),) = sampler.advance((), 1.0).values()
+    sampler.close(dropped)
+    assert not sampler.busy and sampler.open(7) == dropped
+    turns = sample(sampler, [(kept, [5]), (dropped, third)], 24, (), 1.0)
+    for history, (new, logprobs) in zip(([*first, *ids, 5], third), turns, strict=True):
+        expected = full_logprobs(actor, [*history, *new], 1.0)[-24:]
+        assert len(new) == 24 and logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
 def test_turns_of_idle_slots_survive_the_work_of_others(actor: Transformer) -> None:
     """Rows are exchanged as others end; a slot that waits must find its prefix again."""
     sampler = Sampler(actor, slots=70, max_len=160)

@@ -1,4 +1,4 @@
-"""Three steps of everything that trains, on invented attempts, on however many ranks: `layout.py OUT TIED OPTION…`."""
+"""Three steps of everything that trains, on invented attempts, on however many ranks: `layout.py OUT MODEL OPTION…`."""
 
 import random
 import sys
@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rsi import distributed
+from rsi.architecture import FULL, LINEAR
 from rsi.checkpoint import Progress, open_run
 from rsi.config import parse
 from rsi.metrics import Log
@@ -21,6 +22,14 @@ from rsi.stages import schedule
 from rsi.trajectory import Trajectory
 
 VOCABULARY = 61
+MODELS = {
+    "tied": ModelConfig(VOCABULARY, 32, 64, 2, 4, 2, 8),
+    "hybrid": ModelConfig(
+        VOCABULARY, 32, 64, 2, 4, 2, 16,
+        tie_word_embeddings=False, model_type="qwen3_5", partial_rotary_factor=0.25, layer_types=(LINEAR, FULL),
+        linear_num_key_heads=1, linear_num_value_heads=3, linear_key_head_dim=16, linear_value_head_dim=8,
+    ),
+}  # fmt: skip
 
 
 def attempts(count: int) -> list[Trajectory]:
@@ -48,7 +57,7 @@ def gradients_of(network: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def main(out: Path, tied: bool, *extra: str) -> None:
+def main(out: Path, model: str, *extra: str) -> None:
     torch.set_num_threads(1)
     distributed.start()
     options = ["--runs", str(out), "--rsr.batch", "7", "--rsr.epochs", "1", *extra]
@@ -60,7 +69,7 @@ def main(out: Path, tied: bool, *extra: str) -> None:
     # A vocabulary that the attempts use up: Adam takes a row without a gradient to speak of as far as any other.
     chat: Any = SimpleNamespace(pad=0)
     torch.manual_seed(0)
-    whole = Transformer(ModelConfig(VOCABULARY, 32, 64, 2, 4, 2, 8, tie_word_embeddings=tied))
+    whole = Transformer(MODELS[model])
     actor = distributed.copy_of(whole, Transformer, config)
     records = attempts(19)
     session.progress = Progress.of(run, rsr1.name, run.begin(rsr1))
@@ -88,4 +97,4 @@ def main(out: Path, tied: bool, *extra: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "tied", *sys.argv[3:])
+    main(Path(sys.argv[1]), *sys.argv[2:])
