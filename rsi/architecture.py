@@ -134,7 +134,7 @@ class ModelConfig:
             raise ValueError(f"model_type is {found!r}: only {', '.join(names)} are supported")
         rope = (text.get("rope_parameters") or {}) | (text.get("rope_scaling") or {})
         _refuse_other_settings(values, text, rope, family)
-        missing = [name for name in SIZES if name not in text]
+        missing = [name for name in SIZES if text.get(name) is None]
         if missing:
             raise ValueError(f"{', '.join(missing)} missing from the model's config")
         # What is missing is what transformers takes.
@@ -215,7 +215,7 @@ def _layer_types(text: Mapping[str, Any], family: str) -> tuple[str, ...]:
 
 
 def _delta_sizes(text: Mapping[str, Any]) -> dict[str, int]:
-    missing = [name for name in DELTA_SIZES if name not in text]
+    missing = [name for name in DELTA_SIZES if text.get(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} missing from the model's config")
     return {name: text[name] for name in DELTA_SIZES}
