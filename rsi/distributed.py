@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rsi.architecture import ModelConfig
 from rsi.config import Config, UserError
+from rsi.deltanet import DeltaNet
 from rsi.model import Critic, Transformer
 
 GROUPS: dict[Literal["meeting", "saving"], dist.ProcessGroup] = {}
@@ -162,11 +163,18 @@ def spread(model: Transformer | Critic, config: Config) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     offloading = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, config.precision), reduce_dtype=torch.float32)
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # whatever the rest does
     for layer in model.model.layers:
-        fully_shard(layer, mp_policy=policy, offload_policy=offloading)
-    if isinstance(model, Critic):  # its head works in float32 whatever the rest does
-        head = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        fully_shard(model.value_head, mp_policy=head, offload_policy=offloading)
+        delta_nets = [module for module in layer.modules() if isinstance(module, DeltaNet)]
+        decays = {parameter for module in delta_nets for parameter in module.decay}
+        fully_shard(layer, mp_policy=policy, offload_policy=offloading, ignored_params=decays)
+        for module in delta_nets:
+            others = set(module.parameters()) - decays
+            fully_shard(
+                module, reshard_after_forward=False, mp_policy=exact, offload_policy=offloading, ignored_params=others
+            )
+    if isinstance(model, Critic):
+        fully_shard(model.value_head, mp_policy=exact, offload_policy=offloading)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, offload_policy=offloading)
 
 
@@ -180,6 +188,9 @@ def empty(
     """A network whose weights have yet to be written: whole, or spread over all ranks as `config` says."""
     with torch.device("meta"):
         network = kind(shape).to(dtype)
+        for module in network.modules():
+            if isinstance(module, DeltaNet):  # as the trainer's passes have them
+                module.A_log, module.dt_bias = (nn.Parameter(parameter.float()) for parameter in module.decay)
     if config is not None:
         spread(network, config)
     return network.to_empty(device="cpu" if config is not None and config.offload else device)

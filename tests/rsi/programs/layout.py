@@ -1,7 +1,8 @@
-"""Three steps of everything that trains, on invented attempts, on however many ranks: `layout.py OUT TIED OPTION…`."""
+"""Three steps of everything that trains, on invented attempts, on however many ranks: `layout.py OUT MODEL OPTION…`."""
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,16 @@ from rsi.session import Session
 from rsi.stages import schedule
 from rsi.trajectory import Trajectory
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny_models import HYBRID
+
 VOCABULARY = 61
+DENSE = ModelConfig(VOCABULARY, 32, 64, 2, 4, 2, 8)
+MODELS = {
+    "tied": DENSE,
+    "untied": replace(DENSE, tie_word_embeddings=False),
+    "hybrid": replace(HYBRID, vocab_size=VOCABULARY),
+}
 
 
 def attempts(count: int) -> list[Trajectory]:
@@ -48,7 +58,7 @@ def gradients_of(network: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def main(out: Path, tied: bool, *extra: str) -> None:
+def main(out: Path, model: str, *extra: str) -> None:
     torch.set_num_threads(1)
     distributed.start()
     options = ["--runs", str(out), "--rsr.batch", "7", "--rsr.epochs", "1", *extra]
@@ -60,7 +70,7 @@ def main(out: Path, tied: bool, *extra: str) -> None:
     # A vocabulary that the attempts use up: Adam takes a row without a gradient to speak of as far as any other.
     chat: Any = SimpleNamespace(pad=0)
     torch.manual_seed(0)
-    whole = Transformer(ModelConfig(VOCABULARY, 32, 64, 2, 4, 2, 8, tie_word_embeddings=tied))
+    whole = Transformer(MODELS[model])
     actor = distributed.copy_of(whole, Transformer, config)
     records = attempts(19)
     session.progress = Progress.of(run, rsr1.name, run.begin(rsr1))
@@ -88,4 +98,4 @@ def main(out: Path, tied: bool, *extra: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "tied", *sys.argv[3:])
+    main(Path(sys.argv[1]), *sys.argv[2:])
