@@ -137,19 +137,21 @@ class ModelConfig:
         missing = [name for name in SIZES if name not in text]
         if missing:
             raise ValueError(f"{', '.join(missing)} missing from the model's config")
+        # What is missing is what transformers takes.
         heads = text["num_attention_heads"]
         default_share = 0.25 if family == "qwen3_5" else 1.0
         share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", default_share))
         eos = text.get("eos_token_id", values.get("eos_token_id"))
-        tied = text.get("tie_word_embeddings", values.get("tie_word_embeddings", False))
+        # Where the two differ transformers heeds the outer one.
+        tied = values.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
         return cls(
             **{name: text[name] for name in SIZES},
             num_key_value_heads=text.get("num_key_value_heads") or heads,
-            head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+            head_dim=text.get("head_dim") or {"qwen3": 128, "qwen3_5": 256}.get(family, text["hidden_size"] // heads),
             rms_norm_eps=text.get("rms_norm_eps", 1e-6),
             rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 1e4))),
             tie_word_embeddings=bool(tied),
-            max_position_embeddings=text.get("max_position_embeddings", 4096),
+            max_position_embeddings=text.get("max_position_embeddings", 32768),
             model_type=family,
             eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
             partial_rotary_factor=share,

@@ -3,9 +3,11 @@
 Text is encoded once, when it enters; ids that the model sampled are kept as they are. A sampled turn ends
 with ``<|im_end|>``; `Chat.observation` begins with the newline that the sampler never writes.
 
-What a conversation grows into equals what the checkpoint's own template makes of the whole, with two exceptions of
-the templates': Qwen3 and 3.5 (and 3.6 unless told to preserve it) drop the thinking of a turn as soon as a user
-message follows, and an empty one in any case. Here what was sampled stays; after tool responses theirs does too.
+What a conversation grows into equals what the checkpoint's own template makes of the whole, except that the templates
+of Qwen3 and 3.5 (and 3.6 unless told to preserve it) drop the thinking of a turn as soon as a user message follows,
+and an empty one in any case. Here what was sampled stays; after tool responses theirs does too. Qwen3.8's is matched
+at its `reasoning_effort` medium, which adds no sentence to the system message. Qwen3.5's writes an argument that is
+true as `True`; here it is `true`, as from 3.6 on.
 """
 
 import json
@@ -20,7 +22,7 @@ from rsi.architecture import ModelConfig
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SPECIAL_TOKENS = (PAD, START, END)
-NO_THINKING = "<think>\n\n</think>\n\n"
+THINKING, NO_THINKING = "<think>\n", "<think>\n\n</think>\n\n"
 
 
 class Message(NamedTuple):
@@ -44,30 +46,36 @@ class Chat:
     this class or sampled by the model: the same characters inside a message or an observation are encoded as
     ordinary text, so that no command output can end a turn, start another or forge a tool's response.
 
-    config: names the family, whose conventions hold if the tokenizer knows ``<think>``, and the ids that end a
-    turn; without it plain ChatML. thinking: ask for it, where the family can think.
+    config: names the family, whose conventions hold if the tokenizer knows ``<think>``, and ids that end a turn beside
+    `end`; without it plain ChatML. thinking: ask for it, where the checkpoint leaves the choice. template: its chat
+    template, which tells whether it does; without one the family's first checkpoints do.
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: ModelConfig | None = None, thinking: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, config: ModelConfig | None = None, thinking: bool = False, template: str = ""
+    ) -> None:
         special = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
         missing = [token for token, token_id in special.items() if token_id is None]
         if missing:
             raise ValueError(
                 f"the tokenizer has no token {', '.join(missing)}: ChatML needs {', '.join(SPECIAL_TOKENS)}"
             )
-        self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
-        self.tokenizer.encode_special_tokens = True
-        self._text = Tokenizer.from_str(_marks_special(tokenizer.to_str()))
-        self._text.encode_special_tokens = True
         self.pad, self.start, self.end = (token_id for token_id in special.values() if token_id is not None)
-        self.stops = (config.stops if config else ()) or (self.end,)
+        self.stops = tuple(dict.fromkeys((self.end, *(config.stops if config else ()))))
         thinks = config is not None and tokenizer.token_to_id("<think>") is not None
         self.family = config.model_type if config and thinks else "qwen2"
-        opening = NO_THINKING if self.family != "qwen2" and not thinking else ""
-        if self.family == "qwen3_5" and thinking:
-            opening = "<think>\n"
+        self.opening = _opening(template, self.family, thinking) if thinks else ""
+        # Some files say to cut or pad what is encoded: a setting of whoever saved them.
+        values = json.loads(tokenizer.to_str()) | {"truncation": None, "padding": None}
+        self.tokenizer = Tokenizer.from_str(json.dumps(values))
+        self._ask = [self.start, *self.tokenizer.encode(f"assistant\n{self.opening}", add_special_tokens=False).ids]
+        self.tokenizer.encode_special_tokens = True
+        # Other added tokens are words: the embedded tokenizer has one for every name.
+        for token in values["added_tokens"]:
+            token["special"] |= bool(re.fullmatch(r"<[^<>]+>", token["content"]))
+        self._text = Tokenizer.from_str(json.dumps(values))
+        self._text.encode_special_tokens = True
         self._newline = self._encode("\n")
-        self._ask = [self.start, *self.tokenizer.encode(f"assistant\n{opening}", add_special_tokens=False).ids]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Ids of the messages, then of the header that asks the model for its turn."""
@@ -79,15 +87,14 @@ class Chat:
 
     def tool_responses(self, texts: Sequence[str]) -> list[int]:
         """As `observation`, for the results of the tools that a turn called, in one user message."""
-        ids = [*self._newline, self.start, *self._encode("user\n")]
         marks = [self.tokenizer.token_to_id(mark) for mark in ("<tool_response>", "</tool_response>")]
         opening, closing = marks
+        if opening is None or closing is None:  # Qwen2.5 writes them as text
+            return self.observation("\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts))
+        ids = [*self._newline, self.start, *self._encode("user\n")]
         for place, text in enumerate(texts):
             ids += self._newline if place else []
-            if opening is None or closing is None:  # Qwen2.5 writes them as text
-                ids += self._encode(f"<tool_response>\n{self._trim(text)}\n</tool_response>")
-            else:
-                ids += [opening, *self._encode(f"\n{self._trim(text)}\n"), closing]
+            ids += [opening, *self._encode(f"\n{self._trim(text)}\n"), closing]
         return [*ids, self.end, *self._newline, *self._ask]
 
     def write_call(self, call: Call) -> str:
@@ -134,6 +141,11 @@ class Chat:
             body.pop()
         return self.tokenizer.decode(body, skip_special_tokens=False)
 
+    def answer(self, text: str) -> str:
+        """What a turn says after its thinking; nothing where that has no end."""
+        thinks = self.opening == THINKING or text.lstrip().startswith("<think>")
+        return text.partition("</think>")[2] if thinks else text
+
     def pieces(self, ids: Sequence[int]) -> Iterator[str]:
         """The text that each id completes, "" where it ends inside a character; joined, it is the decoded text.
 
@@ -154,12 +166,10 @@ class Chat:
         return self._text.encode(text, add_special_tokens=False).ids
 
 
-def _marks_special(tokenizer: str) -> str:
-    """The serialised tokenizer with every added token of the form ``<…>`` marked special: none is made from text.
-
-    Other added tokens are words: the embedded tokenizer has one for every name.
-    """
-    values = json.loads(tokenizer)
-    for token in values["added_tokens"]:
-        token["special"] |= bool(re.fullmatch(r"<[^<>]+>", token["content"]))
-    return json.dumps(values)
+def _opening(template: str, family: str, thinking: bool) -> str:
+    """What the template writes after the header of the turn that it asks for."""
+    if template and "enable_thinking" not in template:  # a checkpoint that always thinks, or never
+        return THINKING if "<think>" in template.rpartition("add_generation_prompt")[2] else ""
+    if family == "qwen2" or (family == "qwen3" and thinking):
+        return ""
+    return THINKING if thinking else NO_THINKING

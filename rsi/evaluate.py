@@ -150,7 +150,7 @@ def evaluate_published(run_folder: Path, tasks: int) -> list[dict[str, Any]]:
     from rsi.checkpoint import open_run, read_config, write_atomically
     from rsi.metrics import Log
     from rsi.session import load_pool, open_session, write_tasks
-    from rsi.weights import load_actor, load_tokenizer
+    from rsi.weights import load_actor, load_chat
 
     config = read_config(run_folder)
     run = open_run(config)
@@ -165,8 +165,7 @@ def evaluate_published(run_folder: Path, tasks: int) -> list[dict[str, Any]]:
             for record in records:
                 stage = record["stage"]
                 actor = load_actor(run.path(stage) / "actor").to(session.device)
-                tokenizer = load_tokenizer(run.path(stage) / "actor")
-                chat = Chat(tokenizer, actor.config, run.config.rollout.thinking)
+                chat = load_chat(run.path(stage) / "actor", actor.config, run.config.rollout.thinking)
                 with log.progress(f"{stage} published") as report:
                     engine = session.engine(actor, chat, report)
                     for old in session.attempts(stage, "published").parent.glob("published*.jsonl"):

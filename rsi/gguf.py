@@ -43,6 +43,8 @@ def convert(file: Path, folder: Path) -> None:
         raise WeightsError("reading GGUF needs the package gguf: pip install 'terminal-rsi[gguf]'") from None
     if not file.is_file():
         raise WeightsError(f"{file} is missing: give a GGUF file")
+    if folder.exists():
+        raise WeightsError(f"{folder} exists: choose another folder")
     reader = GGUFReader(file)
     fields = {name: field.contents() for name, field in reader.fields.items() if name.startswith(WANTED)}
     arrays = {

@@ -51,7 +51,17 @@ class Memory:
 
 
 def model_config(config: Config) -> ModelConfig:
-    """The model that a run would train: the embedded one, a folder's, or a published one by its name on the hub."""
+    """The model that a run would train. Raises UserError where an attempt may be longer than it has positions."""
+    model = _find_model(config)
+    if config.rollout.max_length > model.max_position_embeddings:
+        raise UserError(
+            f"--rollout.max-length {config.rollout.max_length}: the model has {model.max_position_embeddings} positions"
+        )
+    return model
+
+
+def _find_model(config: Config) -> ModelConfig:
+    """The embedded model, a folder's, or a published one by its name on the hub."""
     name = config.init.removeprefix("hub:")
     if name in PUBLISHED:
         return PUBLISHED[name]

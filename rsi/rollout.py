@@ -172,7 +172,7 @@ def act(attempt: Attempt, harness: Harness, engine: Engine) -> None:
     if record.end:  # cut by a token limit: nothing of the turn runs
         record.exchanges.append(Exchange((), text))
         return
-    action = harness.parse(text)
+    action = harness.parse(engine.chat.answer(text))
     record.parse_errors += action.error is not None
     try:
         outcomes = run_commands(attempt, action, harness, engine)

@@ -110,7 +110,7 @@ def run_stage(session: "Session", stage: Stage) -> None:
     from rsi.evaluate import evaluate
     from rsi.rpr import refine
     from rsi.rsr import rewrite
-    from rsi.weights import find_folder, load_actor, load_critic, load_tokenizer, save_model, sha256
+    from rsi.weights import find_folder, load_actor, load_chat, load_critic, save_model, sha256
 
     run, source, config = session.run, stage.source, session.config
     folder = run.begin(stage)
@@ -120,11 +120,11 @@ def run_stage(session: "Session", stage: Stage) -> None:
     tokenizer: Tokenizer | Path
     if stage.kind == "base" and not config.init:
         actor, tokenizer = build_base(session)
+        chat = Chat(tokenizer, actor.config)
     else:
         tokenizer = find_folder(config.init) if stage.kind == "base" else run.path(source) / "actor"
         actor = load_actor(tokenizer, config)
-    words = load_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer
-    chat = Chat(words, actor.config, config.rollout.thinking)
+        chat = load_chat(tokenizer, actor.config, config.rollout.thinking)
     if stage.kind == "rsr":
         earlier = [run.path(entry.name) / "kept.jsonl" for entry in schedule(config)
                    if entry.kind == "rsr" and entry.round < stage.round]  # fmt: skip

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from rsi import distributed
 from rsi.architecture import ModelConfig
-from rsi.chat import END, PAD, SPECIAL_TOKENS
+from rsi.chat import END, PAD, SPECIAL_TOKENS, Chat
 from rsi.config import Config
 from rsi.model import Critic, Transformer
 
@@ -165,7 +165,7 @@ def read_config(folder: Path) -> ModelConfig:
     """The folder's ``config.json``; ids that ``generation_config.json`` adds end a turn too."""
     path = folder / "config.json"
     if not path.is_file():
-        raise WeightsError(f"{path} is missing: give a Hugging Face model folder")
+        raise WeightsError(f"{path} is missing: give a Hugging Face model folder, or hub:OWNER/NAME")
     try:
         config = ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
         path = folder / "generation_config.json"
@@ -182,7 +182,22 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise WeightsError(f"{path} is missing: give a folder that holds a model and its tokenizer")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises no other
+        raise WeightsError(f"{path}: {error}: the file is damaged, copy it again") from error
+
+
+def load_chat(folder: Path, config: ModelConfig, thinking: bool = False) -> Chat:
+    """Conversations as the folder's tokenizer and chat template have them."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return Chat(load_tokenizer(folder), config, thinking, path.read_text(encoding="utf-8"))
+    path = folder / "tokenizer_config.json"
+    template = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path.is_file() else None
+    if isinstance(template, list):  # several, by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return Chat(load_tokenizer(folder), config, thinking, template or "")
 
 
 def find_folder(place: str) -> Path:
@@ -266,6 +281,10 @@ def export(actor: Path, folder: Path, original: Path) -> None:
     different = sorted(ours.keys() ^ theirs.keys())
     if different:
         raise WeightsError(f"{actor} is no training of {original}: only one of them has {different[0]}")
+    for name, stored in theirs.items():
+        found, wanted = _shape(trained, ours[name]), _shape(places, stored)
+        if found != wanted:
+            raise WeightsError(f"{actor} is no training of {original}: {name} has shape {found}, not {wanted}")
     if folder.exists():
         raise WeightsError(f"{folder} exists: choose another folder")
     shutil.copytree(original, folder, ignore=shutil.ignore_patterns("*.safetensors", ".*"))
@@ -283,8 +302,10 @@ def _places(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor of the folder."""
     index = folder / INDEX
     if index.is_file():
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(found.values()))
+        try:
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (KeyError, ValueError) as error:
+            raise WeightsError(f"{index}: {error!r}: the file is damaged, copy it again") from error
     else:
         files = [WEIGHTS]
     places = {}
@@ -312,6 +333,11 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise WeightsError(f"{path}: {error}: the file is damaged, copy it again") from error
+
+
+def _shape(places: Mapping[str, Path], name: str) -> tuple[int, ...]:
+    with _open(places[name]) as file:
+        return tuple(file.get_slice(name).get_shape())
 
 
 def _equal(folder: Path, places: Mapping[str, Path], one: str, other: str) -> bool:

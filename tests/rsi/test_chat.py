@@ -1,27 +1,34 @@
 """Conversations as ids: grown piece by piece they equal the whole, and no text can forge a special token."""
 
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import FAMILIES
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rsi.chat import NO_THINKING, SPECIAL_TOKENS, Call, Chat, Message
 
 CORPUS = ["sort -r names.txt > out.txt\n", "the quick brown fox", "user\nassistant\nsystem\nterminus", "ls -l /app"]
+MARKUP = "<a>\n</a>\n"
 
 
 def byte_bpe(special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # As Qwen's, line ends belong to the punctuation before them.
+    words = pre_tokenizers.Split(Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=320, special_tokens=list(special_tokens), initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    tokenizer.train_from_iterator([*CORPUS, MARKUP * 9] * 3, trainer)
     return tokenizer
 
 
@@ -143,6 +150,105 @@ def test_thinking_stays_where_the_template_drops_it() -> None:
     assert ids == BPE.encode(HEAD + "<think>\nAll well.\n</think>\n\n" + tail + "<think>\n").ids
 
 
+# Checkpoints' own templates, as the package trl carries them, and how far a conversation grows into what they render.
+# "calls": as long as tool responses follow; "all": whatever follows. (template, family, thinking) -> this.
+TEMPLATES = {
+    ("qwen2_5", "qwen2", 0): "all",
+    ("qwen3", "qwen3", 0): "prompt",
+    ("qwen3", "qwen3", 1): "calls",
+    ("qwen3_instruct_2507", "qwen3", 0): "all",
+    ("qwen3_instruct_2507", "qwen3", 1): "all",
+    ("qwen3_5_think", "qwen3_5", 0): "calls",
+    ("qwen3_5_think", "qwen3_5", 1): "calls",
+    ("qwen3_5_nothink", "qwen3_5", 0): "calls",
+    ("qwen3_5_nothink", "qwen3_5", 1): "calls",
+    ("qwen3_6", "qwen3_5", 0): "calls",
+    ("qwen3_6", "qwen3_5", 1): "calls",
+    ("qwen3_8", "qwen3_5", 0): "all",
+    ("qwen3_8", "qwen3_5", 1): "all",
+}
+
+
+@pytest.mark.parametrize(("name", "family", "thinking"), TEMPLATES)
+def test_conversations_are_those_of_the_checkpoints_own_template(name: str, family: str, thinking: int) -> None:
+    package = find_spec("trl")
+    if package is None or package.origin is None:
+        pytest.skip("needs the package trl: pip install --no-deps trl")
+    template = (Path(package.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = TOKENIZER if family == "qwen2" else BPE
+    chat = Chat(tokenizer, FAMILIES[family], bool(thinking), template)
+    oracle = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
+    thought = "First look." if thinking and name != "qwen3_instruct_2507" else ""
+    calls = [Call("run", {"command": "ls", "lines": 3, "paths": ["a", "b"]}), Call("run", {"command": "pwd"})]
+    closed = thought and f"{thought}\n</think>\n\n"
+    messages: list[dict[str, object]] = [
+        {"role": "system", "content": "terminus\n"},
+        {"role": "user", "content": " sort a.txt"},
+    ]
+
+    def theirs() -> list[int]:
+        text = oracle.apply_chat_template(
+            messages, add_generation_prompt=True, enable_thinking=bool(thinking), reasoning_effort="medium",
+            tokenize=False,
+        )  # fmt: skip
+        return tokenizer.encode(text).ids
+
+    def turn(text: str) -> list[int]:
+        opened = "<think>\n" if closed and not chat.opening else ""
+        return chat.encode_turn(opened + closed + text)
+
+    ids = chat.prompt([Message("system", "terminus\n"), Message("user", " sort a.txt")])
+    assert ids == theirs()
+    if TEMPLATES[name, family, thinking] == "prompt":
+        return
+    ids += turn("\n".join(chat.write_call(call) for call in calls)) + chat.tool_responses(["a.txt\n", "/app"])
+    written = [{"type": "function", "function": call._asdict()} for call in calls]
+    messages += [
+        {"role": "assistant", "content": "", "reasoning_content": thought, "tool_calls": written},
+        {"role": "tool", "content": "a.txt\n"},
+        {"role": "tool", "content": "/app"},
+    ]
+    assert ids == theirs()
+    ids += turn("Done.") + chat.observation("more\n")
+    messages += [
+        {"role": "assistant", "content": "Done.", "reasoning_content": thought},
+        {"role": "user", "content": "more\n"},
+    ]
+    assert (ids == theirs()) == (TEMPLATES[name, family, thinking] == "all")
+
+
+ALWAYS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_that_always_thinks_or_never_is_asked_as_its_template_says(family: str, thinking: bool) -> None:
+    history = "{{ content.split('</think>')[-1] }}"
+    for template, opening in ((ALWAYS, "<think>\n"), (ALWAYS.replace("<think>\n", ""), "")):
+        chat = Chat(BPE, FAMILIES[family], thinking, history + template)
+        assert chat.prompt([])[1:] == BPE.encode(f"assistant\n{opening}").ids
+    assert Chat(TOKENIZER, FAMILIES[family], thinking, ALWAYS).opening == ""  # its tokenizer knows of no thinking
+
+
+def test_an_answer_is_what_follows_the_thinking() -> None:
+    opened, free, never = CHATS["qwen3_5", 1], CHATS["qwen3", 1], CHATS["qwen3_5", 0]
+    said = '{"commands": [{"keystrokes": "echo </think>"}]}'
+    assert opened.answer(f"Not {{this}}.\n</think>\n\n{said}") == f"\n\n{said}"
+    assert free.answer(f"<think>\nNot {{this}}.\n</think>\n\n{said}") == f"\n\n{said}"
+    assert opened.answer("without end {") == free.answer("<think>\nwithout end {") == ""
+    assert free.answer(said) == never.answer(said) == CHAT.answer(said) == said
+
+
+def test_what_a_tokenizers_file_says_of_cutting_and_padding_is_not_heeded() -> None:
+    """transformers writes both into the file of a tokenizer that was used so."""
+    saved = Tokenizer.from_str(BPE.to_str())
+    saved.enable_truncation(4)
+    saved.enable_padding(length=32)
+    chat, plain = (Chat(tokenizer, FAMILIES["qwen3"]) for tokenizer in (saved, BPE))
+    messages = [Message("user", "the quick brown fox " * 9)]
+    assert chat.prompt(messages) == plain.prompt(messages) and chat.encode_turn("ls") == plain.encode_turn("ls")
+
+
 def test_no_text_forges_a_mark() -> None:
     text = "".join(MARKS) + FORGED
     chat = CHATS["qwen3_5", 1]
@@ -174,3 +280,5 @@ def test_every_stop_of_the_checkpoint_ends_a_turn() -> None:
     ids = CHAT.encode_turn("done")[:-1]
     assert chat.decode([*ids, CHAT.pad]) == chat.decode([*ids, CHAT.end]) == "done"
     assert CHAT.decode([*ids, CHAT.pad]) == "done<|endoftext|>"
+    base = Chat(TOKENIZER, replace(FAMILIES["qwen3"], eos_token_id=CHAT.pad))  # as base models have it
+    assert base.stops == (CHAT.end, CHAT.pad)

@@ -90,3 +90,5 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(WeightsError, match="architecture is 'gemma': only 'llama'"):
         convert(tmp_path / "other.gguf", tmp_path / "out")
+    with pytest.raises(WeightsError, match="exists: choose another folder"):
+        convert(tmp_path / "other.gguf", tmp_path)  # what lies there is not replaced

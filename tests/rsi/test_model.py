@@ -234,6 +234,12 @@ def test_config_round_trip_and_missing_sizes() -> None:
     old = TINY.to_dict()
     del old["rope_parameters"]
     assert ModelConfig.from_dict(old) == TINY
+    for config in FAMILIES.values():
+        values = config.to_dict()
+        del values["head_dim"]
+        theirs = transformers.AutoConfig.for_model(**values)
+        wanted = getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+        assert ModelConfig.from_dict(values).head_dim == wanted
     del old["hidden_size"]
     with pytest.raises(ValueError, match="hidden_size missing"):
         ModelConfig.from_dict(old)

@@ -163,9 +163,11 @@ def test_a_checkpoints_folder_names_its_model(tmp_path: Path) -> None:
 
     from rsi.weights import save_model
 
-    save_model(tmp_path / "model", perturbed(HYBRID), TOKENIZER)
+    save_model(tmp_path / "model", perturbed(replace(HYBRID, max_position_embeddings=512)), TOKENIZER)
     assert model_config(parse(["--init", str(tmp_path / "model")])).kinds == HYBRID.kinds
     with pytest.raises(UserError, match=r"--init nowhere: .*config\.json is missing"):
         model_config(parse(["--init", "nowhere"]))
+    with pytest.raises(UserError, match=r"--rollout\.max-length 513: the model has 512 positions"):
+        model_config(parse(["--init", str(tmp_path / "model"), "--rollout.max-length", "513"]))
     with pytest.raises(UserError, match="hub:a/b: its sizes are not known"):
         model_config(parse(["--init", "hub:a/b", "--dry-run"]))

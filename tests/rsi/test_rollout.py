@@ -125,6 +125,15 @@ def test_what_cannot_be_read_comes_back_as_an_observation(backend: Backend, task
     assert record.end == "done"
 
 
+def test_what_a_turn_thinks_is_no_command(backend: Backend, task: Task, tmp_path: Path) -> None:
+    thought = f"<think>\nFirst {commands('touch wrong')}, no:\n</think>\n\n"
+    record, _ = attempt(backend, task, [thought + commands("ls"), DONE], tmp_path / "a.jsonl")
+    assert record.exchanges[0].commands == ("ls",) and record.parse_errors == 0
+    fenced = "<think>\n```bash\ntouch wrong\n```\n</think>\n\n```bash\nls\n```"
+    record, _ = attempt(backend, task, [fenced, "```bash\nsubmit\n```"], tmp_path / "b.jsonl", "bash")
+    assert record.exchanges[0].commands == ("ls",) and record.parse_errors == 0
+
+
 def test_limits_end_an_attempt_by_name_and_it_is_judged_all_the_same(
     backend: Backend, task: Task, tmp_path: Path
 ) -> None:

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from test_chat import ALWAYS, BPE
+from test_weights import multimodal
 
 from rsi.chat import Chat
 from rsi.harness import get_harness
 from rsi.rsr import supervised
 from rsi.session import load_pool
 from rsi.trajectory import read
-from rsi.weights import load_tokenizer
+from rsi.weights import export, load_tokenizer, sha256
 
 STAGES = ["base", "rsr1", "rpr1", "rsr2", "rpr2"]
 JOINT = {
@@ -71,6 +73,24 @@ def stages(run: Path) -> list[dict[str, Any]]:
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_multimodal_checkpoint_is_trained_and_exported(tmp_path: Path) -> None:
+    """A Hugging Face folder of a hybrid that always thinks, from `--init` to what replaces it."""
+    original = tmp_path / "original"
+    multimodal(original, tied=False)
+    BPE.save(str(original / "tokenizer.json"))
+    (original / "chat_template.jinja").write_text(ALWAYS)
+    options = ["--init", str(original), "--stage", "base", "--rollout.max-length", "1024", "--evaluate.tasks", "1"]
+    done = train(tmp_path, *options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    actor = tmp_path / "smoke-0" / "stages" / "0-base" / "actor"
+    asked = BPE.encode("<|im_start|>assistant\n<think>\n").ids
+    for record in read(tmp_path / "smoke-0" / "trajectories" / "base" / "evaluation.0.jsonl"):
+        first = record.action.index(1)
+        assert record.ids[first - len(asked) : first] == asked
+    export(actor, tmp_path / "exported", original)
+    assert sha256(tmp_path / "exported") == sha256(original)
 
 
 def test_five_stages_in_the_published_form(run: Path) -> None:

@@ -159,6 +159,17 @@ def test_greedy_follows_the_largest_logit(actor: Transformer) -> None:
         assert ids == best[len(prompt) - 1 : -1]
 
 
+def test_limits_on_the_draw_reach_it(actor: Transformer) -> None:
+    asked, never = prompts(5, seed=7), ()
+    found = []
+    for limits in ((0.0,), (1.0, 1e-9), (1.0, 1.0, 1), (5.0, 1.0, 64), (5.0, 1.0, 1000)):
+        sampler = Sampler(actor, slots=5, max_len=64)
+        for seed, prompt in enumerate(asked):
+            sampler.submit(sampler.open(seed), prompt, 12)
+        found.append([ids for ids, _ in sampler.advance(never, *limits).values()])
+    assert found[0] == found[1] == found[2] != found[3] == found[4]
+
+
 def test_turns_end_at_max_tokens_and_max_len(actor: Transformer) -> None:
     sampler = Sampler(actor, slots=4, max_len=50)
     slots = [sampler.open(seed) for seed in range(4)]

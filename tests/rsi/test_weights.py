@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from test_chat import TOKENIZER
 from test_distributed import torchrun
 from tiny_models import FAMILIES, TINY, perturbed
+from tokenizers import Tokenizer
 
-from rsi.chat import Chat, Message
+from rsi.chat import NO_THINKING, Chat, Message
 from rsi.distributed import copy_of
 from rsi.model import Critic, Transformer
 from rsi.weights import (
@@ -27,6 +28,7 @@ from rsi.weights import (
     export,
     find_folder,
     load_actor,
+    load_chat,
     load_critic,
     load_tokenizer,
     main,
@@ -189,6 +191,14 @@ def test_damaged_folders_are_named(tmp_path: Path) -> None:
     (good / "config.json").write_text("{")
     with pytest.raises(WeightsError, match=r"config\.json: Expecting"):
         load_actor(good)
+    index = good / "model.safetensors.index.json"
+    for text in ("{", "{}"):
+        index.write_text(text)
+        with pytest.raises(WeightsError, match=r"index\.json: .*damaged"):
+            sha256(good)
+    (good / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(WeightsError, match=r"tokenizer\.json: .*damaged"):
+        load_tokenizer(good)
     (good / "tokenizer.json").unlink()
     with pytest.raises(WeightsError, match=r"tokenizer\.json is missing"):
         load_tokenizer(good)
@@ -204,15 +214,40 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
         assert "lm_head.weight" in file.keys()
 
 
+@pytest.mark.parametrize("place", ["file", "settings", "list", "nowhere"])
+def test_a_folders_chat_template_says_how_a_turn_is_asked_for(tmp_path: Path, place: str) -> None:
+    save_actor(tmp_path)
+    tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "tokenizer_config.json"
+    values = json.loads(path.read_text())
+    del values["chat_template"]
+    template = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    if place == "file":
+        (tmp_path / "chat_template.jinja").write_text(template)
+    elif place != "nowhere":
+        others = [{"name": "tool_use", "template": ""}, {"name": "default", "template": template}]
+        values["chat_template"] = template if place == "settings" else others
+    path.write_text(json.dumps(values))
+    assert load_chat(tmp_path, CONFIG).opening == (NO_THINKING if place == "nowhere" else "<think>\n")
+    path.unlink()
+    assert load_chat(tmp_path, CONFIG).opening == ("<think>\n" if place == "file" else NO_THINKING)
+
+
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def multimodal(folder: Path) -> None:
-    """A folder as Qwen publishes them: nested config, vision tower, a prediction layer, two types, shards."""
-    text = FAMILIES["qwen3_5"].to_dict() | {"dtype": "bfloat16", "tie_word_embeddings": False}
+def multimodal(folder: Path, tied: bool) -> None:
+    """A folder as Qwen publishes them: nested config, vision tower, a prediction layer, two types, shards; the inner
+    config wrong about the head."""
+    sizes = {"vocab_size": 384, "max_position_embeddings": 2048}
+    text = FAMILIES["qwen3_5"].to_dict() | sizes | {"dtype": "bfloat16", "tie_word_embeddings": not tied}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    config = transformers.AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    config = transformers.AutoConfig.for_model(
+        "qwen3_5", text_config=text, vision_config=vision, tie_word_embeddings=tied
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
@@ -225,9 +260,11 @@ def multimodal(folder: Path) -> None:
     save_file({"mtp.fc.weight": torch.randn(4, 8).bfloat16()}, folder / "mtp.safetensors")
 
 
-def test_an_export_is_the_original_with_other_weights(tmp_path: Path) -> None:
-    multimodal(tmp_path / "original")
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_is_the_original_with_other_weights(tmp_path: Path, tied: bool) -> None:
+    multimodal(tmp_path / "original", tied)
     before = stored(tmp_path / "original")
+    assert ("lm_head.weight" in before) != tied
     assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16, torch.float32}
     assert any(name.startswith("model.language_model.layers") for name in before)
     actor = load_actor(tmp_path / "original")
@@ -256,6 +293,11 @@ def test_an_export_is_the_original_with_other_weights(tmp_path: Path) -> None:
     save_model(tmp_path / "other", perturbed(CONFIG), TOKENIZER)
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path / "other"), str(tmp_path / "wrong"), str(tmp_path / "original")])
+    wide = replace(actor.config, intermediate_size=128)  # the same names, as Qwen3-0.6B's are Qwen3-1.7B's
+    save_model(tmp_path / "wide", perturbed(wide), TOKENIZER)
+    with pytest.raises(WeightsError, match=r"mlp\.\w+\.weight has shape \(\d+, \d+\), not"):
+        export(tmp_path / "wide", tmp_path / "wrong", tmp_path / "original")
+    assert not (tmp_path / "wrong").exists()
     with pytest.raises(WeightsError, match="changed exists: choose another"):
         export(tmp_path / "actor", tmp_path / "changed", tmp_path / "original")
 
