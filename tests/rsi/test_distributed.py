@@ -204,16 +204,26 @@ def test_restarts_that_would_hang_on_several_nodes_are_refused(tmp_path: Path) -
 MISSING = """
 import os, sys, time
 from pathlib import Path
+import torch
 from rsi import distributed
+from rsi.config import Config
+from rsi.model import ModelConfig, Transformer
 
-fifo, limit, *longer = sys.argv[1:]
+fifo, where, late, limit, *longer = sys.argv[1:]
 distributed.start(float(limit))
-if distributed.rank() == 1:
+actor = distributed.copy_of(Transformer(ModelConfig(61, 32, 64, 2, 4, 2, 8)), Transformer, Config())
+ids = torch.ones(1, 4, dtype=torch.long)
+distributed.meet("begin")
+if distributed.rank() == int(late):
     Path(fifo).read_text()  # returns when the other rank has given up
 else:
     begun = time.monotonic()
     try:
-        distributed.meet("lunch", *map(float, longer))
+        if where == "meeting":
+            distributed.meet("lunch", *map(float, longer))
+        else:
+            with distributed.naming_missing():
+                actor(ids)
     except distributed.RankMissing as problem:
         print(f"{time.monotonic() - begun:.0f} s {problem}", flush=True)
     Path(fifo).write_text("")
@@ -221,12 +231,19 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("minutes", [["0.1"], ["1", "0.1"]])
-def test_a_missing_rank_is_named_in_time(tmp_path: Path, minutes: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("where", "late", "minutes", "said"),
+    [
+        ("meeting", "1", ["1", "0.1"], r"([6-9]|1\d) s lunch: .*[Rr]ank 1"),
+        ("meeting", "0", ["0.1"], r"([6-9]|1\d) s lunch: .*from rank 0"),
+        ("pass", "1", ["0.1"], r"1\d s all_gather\w*: .*[Rr]ank 1"),
+    ],
+)
+def test_a_missing_rank_is_named_in_time(tmp_path: Path, where: str, late: str, minutes: list[str], said: str) -> None:
     (tmp_path / "missing.py").write_text(MISSING)
     os.mkfifo(tmp_path / "fifo")
-    done = torchrun(2, str(tmp_path / "missing.py"), str(tmp_path / "fifo"), *minutes)
-    assert re.match(r"([6-9]|1\d) s lunch: .*[Rr]ank 1", done.stdout), done.stdout + done.stderr
+    done = torchrun(2, str(tmp_path / "missing.py"), str(tmp_path / "fifo"), where, late, *minutes)
+    assert re.match(said, done.stdout), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
