@@ -4,9 +4,10 @@
     python bench/sampler.py --models tiny --batches 64
 
 First the check: float32 greedy tokens must be transformers'. Then both in turn, medians of `--repeats`; decode is the
-time of a whole generation less that of its prefill, over the new tokens. `ceiling` is what the matrix products of one
-decoding step alone allow. The last line is one JSON object. Targets on two idle cores: 2 times transformers at batch 8
-and 1.4 times at 32 for SmolLM2-135M in bfloat16, 12,000 tokens/s at batch 64 for the tiny model.
+time of a whole generation less that of its prefill, over the new tokens. Our prefill includes what each run of sampling
+begins with, laying out the weights. `ceiling` is what the matrix products of one decoding step alone allow. The last
+line is one JSON object. Targets on two idle cores: 2 times transformers at batch 8 and 1.4 times at 32 for SmolLM2-135M
+in bfloat16, 12,000 tokens/s at batch 64 for the tiny model.
 """
 
 import argparse

@@ -119,6 +119,10 @@ def _check_record(index: int, trajectory: Trajectory) -> None:
         )
     if any(action and turn < 0 for action, turn in zip(trajectory.action, trajectory.turn, strict=True)):
         raise ValueError(f"trajectory {index} ({trajectory.task}): an action token has no turn")
+    before = [0, *trajectory.action]
+    spans = [turn for turn, *edge in zip(trajectory.turn, before, trajectory.action, strict=False) if edge == [0, 1]]
+    if spans != sorted(set(spans)):
+        raise ValueError(f"trajectory {index} ({trajectory.task}): its turns {spans} do not rise from one to the next")
 
 
 def plan_micro_batches(lengths: Sequence[int], max_tokens: int, ranks: int = 1) -> list[list[int]]:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from rsi import __version__, distributed
 from rsi.config import Config, UserError, differences, from_record, to_record
+from rsi.guards import CannotGoOn
 from rsi.stages import Stage, missing_before, schedule
 
 PARTIAL = ".partial"
@@ -59,7 +60,7 @@ class Run:
 
     def record(self, stage: str) -> dict[str, Any]:
         """A finished stage's `stage.json`."""
-        record: dict[str, Any] = json.loads((self.path(stage) / "stage.json").read_text(encoding="utf-8"))
+        record: dict[str, Any] = read_json(self.path(stage) / "stage.json")
         return record
 
     def begin(self, stage: Stage) -> Path:
@@ -160,7 +161,7 @@ class Progress:
         """Bring the networks and optimizers to the saved position and return it; 0 where there is none.
 
         Raises:
-            OSError: what was saved cannot be read.
+            CannotGoOn: what was saved cannot be read.
         """
         if not self.position:
             return 0
@@ -168,7 +169,9 @@ class Progress:
         try:
             dcp.load(state, checkpoint_id=folder)
         except CheckpointException as problem:
-            raise OSError(f"{folder} cannot be read ({reason(problem)}): delete its parent to redo the stage") from None
+            raise CannotGoOn(
+                f"{folder} cannot be read ({reason(problem)}): delete its parent to redo the stage"
+            ) from None
         for name, (model, optimizers) in parts.items():
             found = state[name]
             set_state_dict(model, optimizers, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
@@ -199,7 +202,7 @@ class Progress:
         """Wait until the last save is on disk and make it count; all but the last `KEEP` positions then go.
 
         Raises:
-            OSError: it could not be written; the position before it still counts.
+            CannotGoOn: it could not be written; the position before it still counts.
         """
         if self.record is None:
             return
@@ -207,7 +210,7 @@ class Progress:
             if self.writing is not None:
                 self.writing.result()
         except CheckpointException as problem:
-            raise OSError(f"position {self.record['position']} cannot be saved: {reason(problem)}") from None
+            raise CannotGoOn(f"position {self.record['position']} cannot be saved: {reason(problem)}") from None
         distributed.meet("saved")
         if distributed.first():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -221,6 +224,8 @@ class Progress:
 def reason(problem: CheckpointException) -> str:
     """The first rank's failure, in one line."""
     failure, _ = next(iter(problem.failures.values()))
+    if isinstance(failure, KeyboardInterrupt):  # torch takes it for one more failure
+        raise failure
     return f"{type(failure).__name__}: {failure}".splitlines()[0]
 
 
@@ -229,7 +234,7 @@ def read_progress(folder: Path) -> dict[str, Any] | None:
     path = folder / "state" / "progress.json"
     if not path.is_file():
         return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found: dict[str, Any] = read_json(path)
     return found
 
 
@@ -275,7 +280,7 @@ def own_folder(config: Config) -> TextIO:
         raise UserError(f"{folder} is in use by another process: wait for it, or choose another --name") from None
     path, record = folder / "config.json", to_record(config)
     if path.exists():
-        found = differences(to_record(from_record(json.loads(path.read_text(encoding="utf-8"))["config"])), record)
+        found = differences(to_record(from_record(read_json(path)["config"])), record)
         if found:
             raise UserError(
                 f"{folder} holds a run with another configuration: {'; '.join(found)}."
@@ -291,7 +296,7 @@ def read_config(folder: Path) -> Config:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} is no run folder: it has no config.json")
-    config = from_record(json.loads(path.read_text(encoding="utf-8"))["config"])
+    config = from_record(read_json(path)["config"])
     # The folder may have been moved, or the working directory may be another.
     return dataclasses.replace(config, runs=folder.parent, name=folder.name)
 
@@ -311,6 +316,14 @@ def versions() -> dict[str, str]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         **found,
     }
+
+
+def read_json(path: Path) -> Any:
+    """What a file that `write_atomically` wrote holds; OSError, naming it, where something else has damaged it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise OSError(f"{path} is damaged ({problem}): delete its folder to make it again") from None
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -391,8 +391,8 @@ def differences(old: dict[str, object], new: dict[str, object], prefix: str = ""
     return found
 
 
-def fail(problem: UserError) -> None:
-    """Print the one line and leave with exit code 2; only the first rank speaks."""
-    if os.environ.get("RANK", "0") == "0":
+def fail(problem: Exception) -> None:
+    """Print the one line and leave with exit code 2; of a machine's ranks only the first speaks."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"rsi: error: {problem}", file=sys.stderr, flush=True)
     raise SystemExit(2)

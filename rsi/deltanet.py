@@ -61,14 +61,25 @@ class DeltaNet(nn.Module):
         self.in_proj_b = nn.Linear(size, heads, bias=False)
         self.in_proj_a = nn.Linear(size, heads, bias=False)
 
+    @property
+    def decay(self) -> list[nn.Parameter]:
+        """The parameters that stay in float32 where the passes are in bfloat16 (`rsi.distributed`)."""
+        return [self.A_log, self.dt_bias]
+
+    def forward(self) -> Tensor:
+        """Rate and bias of the decay, float32 [2, H]. A forward, for FSDP2 to gather what it reads: the rest of the
+        parameters are gathered with the layer's, in another type."""
+        return torch.stack((-self.A_log.float().exp(), self.dt_bias.float()))
+
     def weights(self) -> DeltaWeights:
         """The parameters, joined where they share an input (a copy of them, inside the graph)."""
         inputs = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        rate, dt_bias = self()
         return DeltaWeights(
             torch.cat([projection.weight for projection in inputs]),
             self.conv1d.weight[:, 0],
-            -self.A_log.float().exp(),
-            self.dt_bias.float(),
+            rate,
+            dt_bias,
             self.norm.weight,
             self.out_proj.weight,
         )

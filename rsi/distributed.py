@@ -8,10 +8,13 @@ ranks know, so that all take the same number of passes and none waits for anothe
 import math
 import os
 import re
+import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,11 +27,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rsi.architecture import ModelConfig
 from rsi.config import Config, UserError
+from rsi.deltanet import DeltaNet
 from rsi.model import Critic, Transformer
 
-GROUPS: dict[Literal["meeting", "saving"], dist.ProcessGroup] = {}
-"""All ranks, on the CPU whatever trains: for meetings, which gloo alone can name the missing of, and for what saves in
-the background, whose messages would in a common group meet those of training."""
+Purpose = Literal["meeting", "saving", "failing"]
+GROUPS: dict[Purpose, dist.ProcessGroup] = {}
+"""All ranks, on the CPU whatever trains: for meetings, which gloo alone can name the missing of, for what saves in the
+background, whose messages would in a common group meet those of training, and for the time after another one failed."""
 _limit = timedelta(minutes=Config.timeout)  # of one collective
 Value = TypeVar("Value")
 Network = TypeVar("Network", Transformer, Critic)
@@ -90,7 +95,7 @@ def start(minutes: float = Config.timeout) -> None:
             )
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     dist.init_process_group(backend, store=store, rank=number, world_size=ranks, timeout=_limit)
-    GROUPS.update({purpose: dist.new_group(backend="gloo", timeout=_limit) for purpose in ("meeting", "saving")})
+    GROUPS.update({purpose: dist.new_group(backend="gloo", timeout=_limit) for purpose in get_args(Purpose)})
 
 
 def stop() -> None:
@@ -114,7 +119,7 @@ def first() -> bool:
     return rank() == 0
 
 
-def meet(what: str, minutes: float | None = None) -> None:
+def meet(what: str, minutes: float | None = None, group: Purpose = "meeting") -> None:
     """Wait for every rank, for `minutes` or as long as one collective may take.
 
     Raises:
@@ -123,7 +128,7 @@ def meet(what: str, minutes: float | None = None) -> None:
     if world() == 1:
         return
     try:
-        dist.monitored_barrier(GROUPS["meeting"], timedelta(minutes=minutes) if minutes else _limit)
+        dist.monitored_barrier(GROUPS[group], timedelta(minutes=minutes) if minutes else _limit)
     except RuntimeError as problem:
         raise RankMissing(f"{what}: {str(problem).splitlines()[0]}") from problem
 
@@ -134,11 +139,33 @@ def gather(what: str, value: Value, minutes: float | None = None) -> list[Value]
         return [value]
     meet(what, minutes)
     found: list[Any] = [None] * world()
-    try:
+    with naming_missing(what):
         dist.all_gather_object(found, value, GROUPS["meeting"])
-    except RuntimeError as problem:
-        raise RankMissing(f"{what}: {str(problem).splitlines()[0]}") from problem
     return found
+
+
+@contextmanager
+def naming_missing(what: str = "") -> Iterator[None]:
+    """Of a collective that fails, say which it was (`what`, or torch's name of it) and who is missing.
+
+    The ranks that came to it all fail, and meet here. (NCCL's watchdog ends a process itself, with a line of its own.)
+
+    Raises:
+        RankMissing: naming both.
+    """
+    try:
+        yield
+    except RuntimeError as problem:
+        if world() == 1 or isinstance(problem, RankMissing) or not _is_collective(problem):
+            raise
+        what = what or traceback.extract_tb(problem.__traceback__)[-1].name
+        meet(what, group="failing")
+        raise RankMissing(f"{what}: {str(problem).splitlines()[0]}") from problem
+
+
+def _is_collective(problem: RuntimeError) -> bool:
+    """Whether it says that processes could not exchange something; torch has no class of its own for gloo's."""
+    return "gloo" in str(problem) or isinstance(problem, dist.DistError)
 
 
 def is_spread(config: Config, ranks: int) -> bool:
@@ -162,11 +189,18 @@ def spread(model: Transformer | Critic, config: Config) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     offloading = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, config.precision), reduce_dtype=torch.float32)
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # whatever the rest does
     for layer in model.model.layers:
-        fully_shard(layer, mp_policy=policy, offload_policy=offloading)
-    if isinstance(model, Critic):  # its head works in float32 whatever the rest does
-        head = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        fully_shard(model.value_head, mp_policy=head, offload_policy=offloading)
+        delta_nets = [module for module in layer.modules() if isinstance(module, DeltaNet)]
+        decays = {parameter for module in delta_nets for parameter in module.decay}
+        fully_shard(layer, mp_policy=policy, offload_policy=offloading, ignored_params=decays)
+        for module in delta_nets:
+            others = set(module.parameters()) - decays
+            fully_shard(
+                module, reshard_after_forward=False, mp_policy=exact, offload_policy=offloading, ignored_params=others
+            )
+    if isinstance(model, Critic):
+        fully_shard(model.value_head, mp_policy=exact, offload_policy=offloading)
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, offload_policy=offloading)
 
 
@@ -180,6 +214,9 @@ def empty(
     """A network whose weights have yet to be written: whole, or spread over all ranks as `config` says."""
     with torch.device("meta"):
         network = kind(shape).to(dtype)
+        for module in network.modules():
+            if isinstance(module, DeltaNet):  # as the trainer's passes have them
+                module.A_log, module.dt_bias = (nn.Parameter(parameter.float()) for parameter in module.decay)
     if config is not None:
         spread(network, config)
     return network.to_empty(device="cpu" if config is not None and config.offload else device)

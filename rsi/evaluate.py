@@ -14,6 +14,7 @@ from typing import Any
 from rsi_sandbox import Task
 
 from rsi.chat import Chat
+from rsi.checkpoint import read_json
 from rsi.config import SUITES
 from rsi.harness import get_harness
 from rsi.model import Transformer
@@ -32,7 +33,7 @@ def evaluate(session: Session, stage: str, source: str, actor: Transformer, chat
 
     `source` is the stage that the difference is taken to ("" for none).
     """
-    before = json.loads((session.run.path(source) / "evaluation.json").read_text()) if source else None
+    before = read_json(session.run.path(source) / "evaluation.json") if source else None
     with session.log.progress(f"{stage} evaluation") as report:
         engine = session.engine(actor, chat, report)
         outcomes = attempt_all(session, stage, "evaluation", engine, session.config.evaluate.greedy)
@@ -173,7 +174,7 @@ def evaluate_published(run_folder: Path, tasks: int) -> list[dict[str, Any]]:
                     found[stage] = attempt_all(session, stage, "published", engine, greedy=True)
                 log.say(f"{stage} measured on the published tasks")
         write_atomically(path, json.dumps(found))
-    outcomes = json.loads(path.read_text(encoding="utf-8"))
+    outcomes = read_json(path)
     return [
         record | {"evaluation": summarise(outcomes[record["stage"]], outcomes.get(record["source"]))}
         for record in records

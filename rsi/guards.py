@@ -10,8 +10,8 @@ IDLE = 5  # steps in a row that moved nothing, after which the user is told
 WAY_OUT = "the batch is in the run's failed/, a lower learning rate or gradient limit is the usual way out"
 
 
-class Diverged(RuntimeError):
-    """Training cannot go on; the message says why and what to do."""
+class CannotGoOn(RuntimeError):
+    """What all ranks have found alike ends the run; the message says why and what to do."""
 
 
 def guard(metrics: Mapping[str, float], notes: dict[str, Any], max_gap: float) -> tuple[str, str]:

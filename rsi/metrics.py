@@ -1,11 +1,11 @@
 """One dict a step: a line in `metrics.jsonl`, a line on the screen, a progress bar on a terminal."""
 
+import contextlib
 import json
 import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,28 @@ class Log:
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.console = open_console(highlight=False, soft_wrap=True, quiet=rank > 0)
         name = f"log.{rank}.txt" if rank else "log.txt"
-        self.text = (folder / name).open("a", encoding="utf-8", buffering=1)
+        self.text = (folder / name).open("ab", buffering=0)  # nothing is left to write when a disk is full
         self.metrics = None if rank else folder / "metrics.jsonl"
 
     def say(self, message: str) -> None:
         """One line to the screen and to `log.txt`, with the time of day in the latter."""
         self.console.print(message, markup=False)
-        self.text.write(f"{time.strftime('%H:%M:%S')} {message}\n")
+        self.write(f"{time.strftime('%H:%M:%S')} {message}\n")
+
+    def write(self, text: str) -> None:
+        """To `log.txt` alone."""
+        self.text.write(text.encode())
+
+    def fail(self, message: str, own: bool) -> None:
+        """Say the line that ends the run, whatever of screen and disk is left to say it on.
+
+        `own`: it is this rank's alone, so that it shows it whichever it is.
+        """
+        with contextlib.suppress(OSError):
+            if own and self.console.quiet:
+                print(message, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            self.say(message)
 
     def step(self, stage: str, phase: str, step: int, of: int, values: Mapping[str, float]) -> None:
         """Record a step's metrics; `step` counts from 1 within the phase."""
@@ -48,7 +63,7 @@ class Log:
         shown = (f"{name.split('/')[-1]} {values[name]:.4g}" for name in SHOWN if name in values)
         self.say(f"{stage} {phase} {step}/{of}  {'  '.join(shown)}")
 
-    @contextmanager
+    @contextlib.contextmanager
     def progress(self, label: str) -> Iterator[Any]:
         """A `report(done, of)` function behind a bar; silent where the screen is no terminal."""
         if not sys.stdout.isatty() or self.console.quiet:

@@ -81,7 +81,7 @@ class _SwiGLU(torch.autograd.Function):
         out = torch.empty_like(gate_up)
         out_gate, out_up = out.chunk(2, dim=-1)
         torch.mul(F.silu(gate), grads[0], out=out_up)
-        out_gate.copy_(torch.ops.aten.silu_backward(grads[0] * up, gate))
+        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=out_gate)
         return out
 
 

@@ -1,5 +1,6 @@
 """What people look at when a run ends: the stage table and `stages.svg`."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +15,17 @@ from rsi.config import SUITES
 COLOURS = {"core": "#4477aa", "hard": "#ee6677", "long": "#228833", "swr": "#aa3377", "mean": "#222222"}
 
 
-def open_console(**options: Any) -> Console:
+class Screen(Console):
+    """A screen that may go away: Ctrl-C ends a `tee` behind the run as well, and the run has yet to save."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def open_console(**options: Any) -> Screen:
     """The screen; a log file has no width that a table would have to fit into."""
-    return Console(width=None if sys.stdout.isatty() else 160, **options)
+    return Screen(width=None if sys.stdout.isatty() else 160, **options)
 
 
 def stage_table(records: Sequence[dict[str, Any]], title: str) -> Table:

@@ -25,7 +25,7 @@ from rsi.chat import Chat
 from rsi.checkpoint import Parts
 from rsi.config import SUITES, Config, Rpr
 from rsi.evaluate import TARGET
-from rsi.guards import WAY_OUT, Diverged
+from rsi.guards import WAY_OUT, CannotGoOn
 from rsi.harness import get_harness
 from rsi.model import Critic, Transformer
 from rsi.rollout import Job
@@ -221,12 +221,12 @@ class Loop:
         return Prepared(batch, old_logprob, old_value, reference_logprob)
 
     def require_finite(self, step: Step, prepared: Sequence[Prepared], records: Sequence[Trajectory]) -> None:
-        """Raises Diverged on all ranks where on any of them a network gives numbers that are not finite."""
+        """Raises CannotGoOn on all ranks where on any of them a network gives numbers that are not finite."""
         mine = all(bool((entry.old_value.isfinite() & entry.old_logprob.isfinite()).all()) for entry in prepared)
         if not all(distributed.gather("finite", mine)):
             self.session.set_aside(self.stage.name, step.phase, step.number + 1, records)
             where = f"{self.stage.name} {step.phase} step {step.number + 1}"
-            raise Diverged(f"values or log-probs of {where} are not finite: {WAY_OUT}")
+            raise CannotGoOn(f"values or log-probs of {where} are not finite: {WAY_OUT}")
 
     @torch.no_grad()
     def give_credit(self, entry: Prepared, scores: Sequence[float]) -> None:

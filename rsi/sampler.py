@@ -20,6 +20,8 @@ from rsi.packing import linear, pack
 
 Turn = tuple[list[int], list[float]]
 """The ids of one turn and the log-prob of each."""
+Cache = tuple[Tensor, ...]
+"""What one layer keeps of every row: keys and values in one tensor, or the two of a `DeltaState`."""
 
 LENGTH_STEP = 32
 """Decoding reads the cache up to the longest active row, rounded up to this."""
@@ -73,8 +75,8 @@ class Sampler:
             else _delta_cache(model.config, self.rows, model.head_weight)
             for kind in model.config.kinds
         ]
-        # Where each head's keys and values begin in a cache seen as [rows * K * capacity, C].
-        heads = torch.arange(self.rows * model.config.num_key_value_heads, device=device)
+        # Where each head's keys and values begin in an attention cache seen as [rows * 2K * capacity, C].
+        heads = torch.arange(self.rows * 2 * model.config.num_key_value_heads, device=device)
         self.heads = heads.view(self.rows, 1, -1) * self.capacity
         tables = rotary(torch.arange(self.capacity, device=device), model.config)
         self.cos, self.sin = (table.to(model.head_weight.dtype) for table in tables)
@@ -266,12 +268,13 @@ class Sampler:
         hidden = self.model.model.embed_tokens(ids_BT)
         for weights, cache in zip(self.weights, self.caches, strict=True):
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, cache: tuple[Tensor, Tensor] = cache) -> Tensor:
-                for kept, new in zip(cache, (k, v), strict=True):
-                    kept.view(-1, config.head_dim).index_copy_(0, places, new.reshape(-1, config.head_dim))
+            def attend(q: Tensor, k: Tensor, v: Tensor, cache: Cache = cache) -> Tensor:
+                (kept,) = cache
+                new = torch.cat((k, v), 2).view(-1, config.head_dim)
+                kept.view(-1, config.head_dim).index_copy_(0, places, new)
                 if fresh:
                     return causal_attention(q, k, v)
-                keys, values = (kept[rows, :, :span] for kept in cache)
+                keys, values = kept[rows, :, :span].chunk(2, 1)
                 return _attend_cached(q, keys, values, mask)
 
             go_on = _recurrence(cache, rows, count, fresh)
@@ -291,10 +294,10 @@ class Sampler:
         holes = [row for row in range(size) if row not in used][: len(moving)]
         span = min(self.capacity, max(slot.length for slot in self.slots))
         to, of = holes + moving, moving + holes
-        for kind, (first, second) in zip(self.model.config.kinds, self.caches, strict=True):
-            if kind == FULL:
-                first, second = first[:, :, :span], second[:, :, :span]
-            first[to], second[to] = first[of], second[of]
+        for kind, cache in zip(self.model.config.kinds, self.caches, strict=True):
+            for kept in cache:
+                used_part = kept[:, :, :span] if kind == FULL else kept
+                used_part[to] = used_part[of]
         for low, high in zip(holes, moving, strict=True):
             self.slot_of_row[low], self.slot_of_row[high] = self.slot_of_row[high], self.slot_of_row[low]
         for row in holes + moving:
@@ -303,13 +306,12 @@ class Sampler:
                 slot.row = row
 
 
-def _attention_cache(config: ModelConfig, rows: int, capacity: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of one layer, [rows, K, capacity, C] each."""
-    shape = rows, config.num_key_value_heads, capacity, config.head_dim
-    return like.new_zeros(shape), like.new_zeros(shape)
+def _attention_cache(config: ModelConfig, rows: int, capacity: int, like: Tensor) -> Cache:
+    """The keys of one layer, then its values: [rows, 2K, capacity, C]."""
+    return (like.new_zeros(rows, 2 * config.num_key_value_heads, capacity, config.head_dim),)
 
 
-def _delta_cache(config: ModelConfig, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _delta_cache(config: ModelConfig, rows: int, like: Tensor) -> Cache:
     """The `DeltaState` of every row of one layer."""
     inputs = like.new_zeros(rows, config.linear_conv_kernel_dim - 1, config.linear_channels)
     shape = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
@@ -329,7 +331,7 @@ def _prefill_groups(active: Sequence[_Slot]) -> list[tuple[int, list[int]]]:
     return groups
 
 
-def _recurrence(cache: tuple[Tensor, Tensor], rows: Tensor | slice, count: Tensor, fresh: bool = False) -> Recur:
+def _recurrence(cache: Cache, rows: Tensor | slice, count: Tensor, fresh: bool = False) -> Recur:
     """A DeltaNet layer's `recur` from the state in the cache's `rows` (none if `fresh`), which it moves on by `count`
     tokens each."""
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rsi_sandbox import Backend, SandboxError, Task, load_task, open_backend
+from rsi_sandbox import Backend, Task, load_task, open_backend
 
 from rsi import distributed
 from rsi.chat import Chat
 from rsi.checkpoint import Parts, Progress, Run, write_atomically
 from rsi.config import SUITES, Config, UserError
-from rsi.guards import Diverged, guard
+from rsi.guards import CannotGoOn, guard
 from rsi.harness import Harness
 from rsi.metrics import Log
 from rsi.model import Transformer, keep_freed_memory
@@ -69,7 +69,7 @@ class Session:
 
         Raises:
             Interrupted: where the user asked for a stop.
-            Diverged: where going on is pointless.
+            CannotGoOn: where going on is pointless.
         """
         warning, reason = guard(metrics, self.progress.notes, self.config.rpr.max_logprob_gap)
         if warning:
@@ -81,7 +81,7 @@ class Session:
             self.progress.flush()
         if reason or stop:
             self.progress.flush()
-            raise Diverged(reason) if reason else Interrupted
+            raise CannotGoOn(reason) if reason else Interrupted
 
     def stop_if_asked(self) -> None:
         """Raises Interrupted, everything saved, where the user asked any rank for a stop."""
@@ -136,10 +136,10 @@ class Session:
 
 
 def require_sound(what: str, records: Sequence[Trajectory], most: float = MAX_LOST) -> list[Trajectory]:
-    """The attempts that the machine did not fail; SandboxError where it failed more than the share `most`."""
+    """The attempts that the machine did not fail; CannotGoOn where it failed more than the share `most`."""
     broken = [record for record in records if record.end == "infra_error"]
     if len(broken) > most * len(records):
-        raise SandboxError(
+        raise CannotGoOn(
             f"{what}: {len(broken)} of {len(records)} attempts failed for the machine's reasons, more than {most:.0%};"
             f" the last: {broken[-1].error}"
         )

@@ -4,6 +4,7 @@ Runs the stages that are missing up to `--stage`, each from the weights of the o
 the stage table. The same command goes on where a killed run stopped: from the last step that it saved.
 """
 
+import contextlib
 import math
 import os
 import shutil
@@ -37,10 +38,11 @@ def main() -> None:
             print_plan(config)
             return
         run(config)
-    except UserError as problem:
+    except (UserError, OSError) as problem:  # what the machine refuses before there is a log to say it in
         fail(problem)
     except KeyboardInterrupt:
-        print("rsi: stopped; the same command goes on from the last saved step", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("rsi: stopped; the same command goes on from the last saved step", file=sys.stderr)
         raise SystemExit(130) from None
 
 
@@ -50,7 +52,7 @@ def run(config: Config) -> None:
 
     from rsi import distributed, plan
     from rsi.checkpoint import Run, open_run
-    from rsi.guards import Diverged
+    from rsi.guards import CannotGoOn
     from rsi.metrics import Log
     from rsi.report import stage_table, table_text, write_plot
     from rsi.session import Interrupted, open_session, prepare_tasks
@@ -61,6 +63,7 @@ def run(config: Config) -> None:
     if stages:
         plan.check_here(config, stages)
     run_folder = open_run(config)
+    stages = run_folder.missing()  # the folder's last owner may have gone on until now
     log = Log(run_folder.folder, distributed.rank())
     try:
         if stages:
@@ -68,14 +71,15 @@ def run(config: Config) -> None:
             log.say(f"{run_folder.folder}: stages {', '.join(stage.name for stage in stages)}; {ranks} × {device.type}")
             log.say(config.share(ranks))
             train, evaluation = prepare_tasks(config)
-            with open_session(run_folder, log, device, train, evaluation) as session:
+            with distributed.naming_missing(), open_session(run_folder, log, device, train, evaluation) as session:
                 signal.signal(signal.SIGINT, lambda *_: ask_to_stop(session))
+                signal.signal(signal.SIGTERM, lambda *_: stop_now(session))
                 for stage in stages:
                     run_stage(session, stage)
         records = run_folder.write_stages()
         title = f"{run_folder.folder.name}: success over the stages"
         log.console.print(stage_table(records, title))
-        log.text.write(table_text(records))
+        log.write(table_text(records))
         if distributed.first():
             write_plot(records, run_folder.folder / "stages.svg", title)
         log.say(f"plot: {run_folder.folder / 'stages.svg'}")
@@ -85,8 +89,9 @@ def run(config: Config) -> None:
         distributed.meet("the end")
     except (TaskError, WeightsError) as problem:
         raise UserError(str(problem)) from problem
-    except (SandboxError, OSError, Diverged, FloatingPointError, distributed.RankMissing) as problem:
-        log.say(f"rsi: error: {problem}; the same command goes on from the last saved step")
+    except (SandboxError, OSError, CannotGoOn, FloatingPointError, distributed.RankMissing) as problem:
+        message = f"rsi: error: {run_folder.folder}: {problem}; the same command goes on from the last saved step"
+        log.fail(message, own=not isinstance(problem, CannotGoOn))
         raise SystemExit(1) from problem
     finally:
         log.close()
@@ -96,10 +101,17 @@ def run(config: Config) -> None:
 def ask_to_stop(session: "Session") -> None:
     """The first Ctrl-C finishes the step under way and saves it, the second stops at once."""
     if session.stopping:
-        raise KeyboardInterrupt
+        stop_now(session)
     session.stopping = True
-    # Past every buffer: the signal may have come in the middle of another line's writing.
-    os.write(2, b"rsi: stopping: the step under way is finished and saved; Ctrl-C once more stops now\n")
+    with contextlib.suppress(OSError):  # what showed the screen may have been interrupted too
+        # Past every buffer: the signal may have come in the middle of another line's writing.
+        os.write(2, b"rsi: stopping: the step under way is finished and saved; Ctrl-C once more stops now\n")
+
+
+def stop_now(session: "Session") -> None:
+    """Stop without waiting for the commands and verifiers under way, and leave no sandbox behind."""
+    session.backend.close()
+    raise KeyboardInterrupt
 
 
 def run_stage(session: "Session", stage: Stage) -> None:
@@ -156,7 +168,7 @@ def build_base(session: "Session") -> tuple["Transformer", "Tokenizer"]:
     """The embedded model, pretrained from scratch on synthetic transcripts."""
     import torch
 
-    from rsi.guards import Diverged
+    from rsi.guards import CannotGoOn
     from rsi.model import ModelConfig, Transformer
     from rsi.tiny import build_tokenizer, optimizers, pretrain
 
@@ -185,7 +197,7 @@ def build_base(session: "Session") -> tuple["Transformer", "Tokenizer"]:
         for step, loss in pretrain(actor, chosen, tokenizer, config.pretrain, seed, config.families, start):
             report(step, of)
             if not math.isfinite(loss):
-                raise Diverged(f"the loss of pretraining step {step} is {loss}: lower --pretrain.muon-lr or adamw-lr")
+                raise CannotGoOn(f"the loss of pretraining step {step} is {loss}: lower --pretrain.muon-lr or adamw-lr")
             if step % PRETRAIN_UNIT == 0 or step == of:
                 metrics = {"actor/sft_loss": loss}
                 session.log.step("base", "pretrain", step, of, metrics)

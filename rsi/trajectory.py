@@ -101,7 +101,10 @@ def from_json(line: str) -> Trajectory:
 
 
 def read(path: Path) -> Iterator[Trajectory]:
-    """The attempts in a JSONL file, in the order they were written."""
+    """The attempts in a JSONL file, in the order they were written; OSError, naming the line, where one is damaged."""
     with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield from_json(line)
+        for number, line in enumerate(lines, 1):
+            try:
+                yield from_json(line)
+            except (ValueError, TypeError, KeyError) as problem:
+                raise OSError(f"{path}, line {number} is damaged ({problem})") from None

@@ -1,5 +1,6 @@
 """The whole loop on preset `smoke`, as a user runs it: what it leaves, who changed, how it resumes."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -227,10 +228,12 @@ def test_a_stop_is_asked_for_once_and_saves(run: Path, tmp_path: Path) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("rpr1 calibration 1"):
-            process.send_signal(signal.SIGINT)
             break
-    rest = process.stdout.read()
-    assert process.wait() == 0 and "stopped as asked" in rest and "joint 1" not in rest
+    process.stdout.close()  # as of a `| tee`, which the same Ctrl-C ends
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 0
+    said = (tmp_path / "smoke-0" / "log.txt").read_text()
+    assert "stopped as asked" in said and "joint 1" not in said
     saved = json.loads((tmp_path / "smoke-0" / "stages" / "2-rpr1.partial" / "state" / "progress.json").read_text())
     assert saved["position"] >= 5
     assert train(tmp_path, "--stage", "rpr1").returncode == 0
@@ -253,6 +256,34 @@ def test_asked_twice_it_stops_at_once(run: Path, tmp_path: Path) -> None:
     assert process.returncode == 130 and complained == STOPPED and "calibration 3" not in said
     assert train(tmp_path, "--stage", "rpr1").returncode == 0
     assert stages(tmp_path / "smoke-0")[2] | {"seconds": 0} == stages(run)[2] | {"seconds": 0}
+
+
+def running(*words: str) -> list[int]:
+    """Processes with this command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if path.read_bytes() == "".join(f"{word}\0" for word in words).encode():
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
+def test_to_stop_now_it_waits_for_no_verifier(run: Path, tmp_path: Path, signals: list[signal.Signals]) -> None:
+    borrow(run, tmp_path, "tasks", "stages/0-base", "stages/1-rsr1")
+    for script in (tmp_path / run.name / "tasks" / "train" / "swr").glob("*/tests/test.sh"):
+        script.write_text(f"sleep 50.{os.getpid()}\n{script.read_text()}")
+    process = subprocess.Popen(command(tmp_path, "--stage", "rpr1"), stderr=subprocess.PIPE, text=True)
+    while not running("sleep", f"50.{os.getpid()}"):
+        assert process.poll() is None
+        time.sleep(0.05)
+    begun = time.monotonic()
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.1)
+    _, said = process.communicate()
+    assert process.returncode == 130 and said.endswith(STOPPED) and time.monotonic() - begun < 25
+    assert not running("sleep", f"50.{os.getpid()}")
 
 
 def test_sandboxes_that_die_end_the_run_and_their_attempts_are_made_again(run: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rsi import distributed
-from rsi.architecture import FULL, LINEAR
 from rsi.checkpoint import Progress, open_run
 from rsi.config import parse
 from rsi.metrics import Log
@@ -21,15 +21,16 @@ from rsi.session import Session
 from rsi.stages import schedule
 from rsi.trajectory import Trajectory
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny_models import HYBRID
+
 VOCABULARY = 61
+DENSE = ModelConfig(VOCABULARY, 32, 64, 2, 4, 2, 8)
 MODELS = {
-    "tied": ModelConfig(VOCABULARY, 32, 64, 2, 4, 2, 8),
-    "hybrid": ModelConfig(
-        VOCABULARY, 32, 64, 2, 4, 2, 16,
-        tie_word_embeddings=False, model_type="qwen3_5", partial_rotary_factor=0.25, layer_types=(LINEAR, FULL),
-        linear_num_key_heads=1, linear_num_value_heads=3, linear_key_head_dim=16, linear_value_head_dim=8,
-    ),
-}  # fmt: skip
+    "tied": DENSE,
+    "untied": replace(DENSE, tie_word_embeddings=False),
+    "hybrid": replace(HYBRID, vocab_size=VOCABULARY),
+}
 
 
 def attempts(count: int) -> list[Trajectory]:
