@@ -302,6 +302,19 @@ def test_an_export_is_the_original_with_other_weights(tmp_path: Path, tied: bool
         export(tmp_path / "actor", tmp_path / "changed", tmp_path / "original")
 
 
+def test_a_tied_head_that_the_original_stores_too_is_exported_with_it(tmp_path: Path) -> None:
+    actor = save_actor(tmp_path / "original")
+    path = tmp_path / "original" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
+    with torch.no_grad():
+        actor.model.embed_tokens.weight.add_(1.0)
+    save_model(tmp_path / "actor", actor, TOKENIZER)
+    export(tmp_path / "actor", tmp_path / "exported", tmp_path / "original")
+    found = stored(tmp_path / "exported")
+    assert torch.equal(found["lm_head.weight"], actor.model.embed_tokens.weight) and len(found) == len(tensors) + 1
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_folders_pass_through_transformers_unchanged(
