@@ -29,6 +29,8 @@ PREFILL_STEP = 16
 """New ids are padded to a multiple of this."""
 PREFILL_TOKENS = 4096
 """Padded tokens in one prefill call, at most."""
+MASK_ELEMENTS = 2**27
+"""Elements of a prefill's mask, at most: where the cache is long, new ids are read a few hundred at a time."""
 BATCH_SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Decode batches; never under 8 rows, where matrix products round differently."""
 
@@ -206,8 +208,17 @@ class Sampler:
         positions = (start[:, None] + torch.arange(width, device=device)).clamp_(max=self.capacity - 1)
         longest = max(slot.length + len(slot.pending) for slot in group)
         fresh = all(slot.length == 0 for slot in group)
-        hidden = self._run(ids, positions, rows, count, longest, fresh)
-        return hidden[torch.arange(len(group), device=device), count - 1]
+        shape = self.model.config
+        masked = len(group) * shape.num_attention_heads // shape.num_key_value_heads * longest  # elements for a new id
+        piece = width if fresh else max(1, MASK_ELEMENTS // (masked * PREFILL_STEP)) * PREFILL_STEP
+        last = torch.empty(len(group), shape.hidden_size, dtype=self.cos.dtype, device=device)
+        for first in range(0, width, piece):
+            part = slice(first, first + piece)
+            here = (count - first).clamp(0, piece)
+            hidden = self._run(ids[:, part], positions[:, part], rows, here, longest, fresh)
+            ends = ((count > first) & (count <= first + piece)).nonzero()[:, 0]
+            last[ends] = hidden[ends, here[ends] - 1]
+        return last
 
     def _decode(self, logits: Tensor, stops: Collection[int], temperature: float, top_p: float, top_k: int) -> None:
         """Sample until a turn ends; rows without one under way are dummies. Leaves the last ids in `pending`."""

@@ -8,7 +8,7 @@ from tiny_models import FAMILIES, TINY, perturbed, sample
 
 from rsi.draws import draw, uniforms
 from rsi.model import Transformer
-from rsi.sampler import Sampler
+from rsi.sampler import PREFILL_STEP, Sampler
 
 CONFIG = replace(TINY, vocab_size=64, num_hidden_layers=2)
 STOP = 1
@@ -97,6 +97,25 @@ def test_a_later_turn_prefills_its_new_ids_alone(actor: Transformer) -> None:
     steps = [(8, 1)] * 3
     # Padded to a multiple of 16; the last id of the first turn comes with the second's.
     assert read == [(1, 112), *steps, (1, 16), *steps]
+
+
+def test_where_the_mask_would_be_large_new_ids_are_read_in_pieces(
+    actor: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = Sampler(actor, slots=3, max_len=200)
+    slots = [sampler.open(seed) for seed in range(3)]
+    asked = [prompts(3, seed=turn) for turn in range(2)]
+    asked[1] = [new * count for new, count in zip(asked[1], (1, 2, 4), strict=True)]
+    first = sample(sampler, list(zip(slots, asked[0], strict=True)), 5, (), 1.0)
+    monkeypatch.setattr("rsi.sampler.MASK_ELEMENTS", 1)
+    widths = []
+    run = Sampler._run
+    monkeypatch.setattr(Sampler, "_run", lambda self, ids, *rest: widths.append(ids.shape[1]) or run(self, ids, *rest))
+    second = sample(sampler, list(zip(slots, asked[1], strict=True)), 5, (), 1.0)
+    assert set(widths) == {1, PREFILL_STEP} and widths.count(PREFILL_STEP) > 5
+    for new, (before, _), (ids, logprobs), start in zip(asked[1], first, second, asked[0], strict=True):
+        expected = full_logprobs(actor, [*start, *before, *new, *ids], 1.0)[-len(ids) :]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
 
 
 def test_repeats_are_bit_identical_and_seeds_matter(actor: Transformer) -> None:
