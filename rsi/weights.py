@@ -125,13 +125,17 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], writes: bool) ->
         # Every rank joins in gathering; only the first keeps what was gathered.
         whole = {name: _gather(tensors[name], keep=writes) for name in names}
         if writes:
-            try:
-                save_file(whole, folder / file, metadata={"format": "pt"})
-            except SafetensorError as problem:
-                raise OSError(f"{folder / file} cannot be written: {problem}") from None
+            _save(whole, folder / file, {"format": "pt"})
     if writes and len(shards) > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None) -> None:
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as problem:
+        raise OSError(f"{path} cannot be written: {problem}") from None
 
 
 def _gather(tensor: Tensor, keep: bool) -> Tensor:
@@ -182,7 +186,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise WeightsError(f"{path} is missing: give a folder that holds a model and its tokenizer")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # of its own it has no class
+        raise WeightsError(f"{path}: {error}: the file is damaged, copy it again") from error
 
 
 def find_folder(place: str) -> Path:
@@ -276,15 +283,17 @@ def export(actor: Path, folder: Path, original: Path) -> None:
         for name in tensors.keys() & source.keys():
             with _open(trained[source[name]]) as file:
                 tensors[name] = file.get_tensor(source[name]).to(tensors[name].dtype)
-        save_file(tensors, folder / path.name, metadata=metadata)
+        _save(tensors, folder / path.name, metadata)
 
 
 def _places(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor of the folder."""
     index = folder / INDEX
     if index.is_file():
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(found.values()))
+        try:
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError) as error:
+            raise WeightsError(f"{index}: {error}: the file is damaged, copy it again") from error
     else:
         files = [WEIGHTS]
     places = {}
@@ -320,7 +329,8 @@ def _equal(folder: Path, places: Mapping[str, Path], one: str, other: str) -> bo
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig, template: str) -> None:
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Not its own `save`, whose failures are no OSError.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     special = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
     _write_json(
         folder / "tokenizer_config.json",
@@ -364,7 +374,7 @@ def main(arguments: list[str] | None = None) -> None:
     found = vars(parser.parse_args(arguments))
     try:
         found["function"](*(found[place] for place in found["places"]))
-    except WeightsError as problem:
+    except (WeightsError, OSError) as problem:
         print(f"rsi.weights: error: {problem}", file=sys.stderr)
         raise SystemExit(2) from None
 
