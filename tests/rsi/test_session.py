@@ -116,8 +116,10 @@ def test_saving_changes_no_training(arguments: list[str]) -> None:
         parts = {"model": (model, [optimizer])}
         progress = Progress.of(run, "rsr1", run.begin(schedule(run.config)[1]))
         if saves:
-            progress.save(3, parts)
+            for position in (1, 2, 3):
+                progress.save(position, parts)
             progress.flush()
+            assert sorted(path.name for path in progress.folder.glob("[0-9]*")) == ["000002", "000003"]
             with torch.no_grad():
                 model.weight.zero_()
             assert progress.load(parts) == 3
