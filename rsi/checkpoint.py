@@ -323,7 +323,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as problem:
-        raise OSError(f"{path} is damaged ({problem}): delete its folder to make it again") from None
+        raise OSError(f"{path} is damaged ({problem}): restore it, or delete its folder to make that again") from None
 
 
 def write_atomically(path: Path, text: str) -> None:

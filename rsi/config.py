@@ -392,7 +392,7 @@ def differences(old: dict[str, object], new: dict[str, object], prefix: str = ""
 
 
 def fail(problem: Exception) -> None:
-    """Print the one line and leave with exit code 2; of a machine's ranks only the first speaks."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    """Print the one line and leave with exit code 2; only the first rank speaks, but for what it alone has met."""
+    if os.environ.get("RANK", "0") == "0" or isinstance(problem, OSError):
         print(f"rsi: error: {problem}", file=sys.stderr, flush=True)
     raise SystemExit(2)

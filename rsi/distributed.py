@@ -146,7 +146,7 @@ def gather(what: str, value: Value, minutes: float | None = None) -> list[Value]
 
 @contextmanager
 def naming_missing(what: str = "") -> Iterator[None]:
-    """Of a collective that fails, say which it was (`what`, or torch's name of it) and who is missing.
+    """Of a collective that fails, say which it was (`what`, or torch's function and ours) and who is missing.
 
     The ranks that came to it all fail, and meet here. (NCCL's watchdog ends a process itself, with a line of its own.)
 
@@ -158,7 +158,9 @@ def naming_missing(what: str = "") -> Iterator[None]:
     except RuntimeError as problem:
         if world() == 1 or isinstance(problem, RankMissing) or not _is_collective(problem):
             raise
-        what = what or traceback.extract_tb(problem.__traceback__)[-1].name
+        frames = traceback.extract_tb(problem.__traceback__)
+        inner = {part: x.name for x in frames for part in ("rsi", "distributed") if part in Path(x.filename).parts}
+        what = what or f"{inner.get('distributed', frames[-1].name)} in {inner['rsi']}"
         meet(what, group="failing")
         raise RankMissing(f"{what}: {str(problem).splitlines()[0]}") from problem
 

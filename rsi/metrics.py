@@ -27,6 +27,7 @@ class Log:
     """
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.rank = rank
         self.console = open_console(highlight=False, soft_wrap=True, quiet=rank > 0)
         name = f"log.{rank}.txt" if rank else "log.txt"
         self.text = (folder / name).open("ab", buffering=0)  # nothing is left to write when a disk is full
@@ -48,7 +49,7 @@ class Log:
         """
         with contextlib.suppress(OSError):
             if own and self.console.quiet:
-                print(message, file=sys.stderr, flush=True)
+                print(f"[rank {self.rank}] {message}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
             self.say(message)
 

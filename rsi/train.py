@@ -41,7 +41,7 @@ def main() -> None:
     except (UserError, OSError) as problem:  # what the machine refuses before there is a log to say it in
         fail(problem)
     except KeyboardInterrupt:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0":
             print("rsi: stopped; the same command goes on from the last saved step", file=sys.stderr)
         raise SystemExit(130) from None
 
@@ -90,7 +90,8 @@ def run(config: Config) -> None:
     except (TaskError, WeightsError) as problem:
         raise UserError(str(problem)) from problem
     except (SandboxError, OSError, CannotGoOn, FloatingPointError, distributed.RankMissing) as problem:
-        message = f"rsi: error: {run_folder.folder}: {problem}; the same command goes on from the last saved step"
+        where = "" if str(run_folder.folder) in str(problem) else f"{run_folder.folder}: "
+        message = f"rsi: error: {where}{problem}; the same command goes on from the last saved step"
         log.fail(message, own=not isinstance(problem, CannotGoOn))
         raise SystemExit(1) from problem
     finally:

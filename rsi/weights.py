@@ -125,13 +125,17 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], writes: bool) ->
         # Every rank joins in gathering; only the first keeps what was gathered.
         whole = {name: _gather(tensors[name], keep=writes) for name in names}
         if writes:
-            try:
-                save_file(whole, folder / file, metadata={"format": "pt"})
-            except SafetensorError as problem:
-                raise OSError(f"{folder / file} cannot be written: {problem}") from None
+            _save(whole, folder / file, {"format": "pt"})
     if writes and len(shards) > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None) -> None:
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as problem:
+        raise OSError(f"{path} cannot be written: {problem}") from None
 
 
 def _gather(tensor: Tensor, keep: bool) -> Tensor:
@@ -295,7 +299,7 @@ def export(actor: Path, folder: Path, original: Path) -> None:
         for name in tensors.keys() & source.keys():
             with _open(trained[source[name]]) as file:
                 tensors[name] = file.get_tensor(source[name]).to(tensors[name].dtype)
-        save_file(tensors, folder / path.name, metadata=metadata)
+        _save(tensors, folder / path.name, metadata)
 
 
 def _places(folder: Path) -> dict[str, Path]:
@@ -346,7 +350,8 @@ def _equal(folder: Path, places: Mapping[str, Path], one: str, other: str) -> bo
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig, template: str) -> None:
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Not its own `save`, whose failures are no OSError.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     special = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
     _write_json(
         folder / "tokenizer_config.json",
@@ -390,7 +395,7 @@ def main(arguments: list[str] | None = None) -> None:
     found = vars(parser.parse_args(arguments))
     try:
         found["function"](*(found[place] for place in found["places"]))
-    except WeightsError as problem:
+    except (WeightsError, OSError) as problem:
         print(f"rsi.weights: error: {problem}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -83,6 +83,9 @@ def test_broken_records_are_named():
     lost.turn[3] = -1
     with pytest.raises(ValueError, match="has no turn"):
         collate([lost], [0], PAD)
+    for spans in ([0, 0], [1, 0]):  # credit would not see where one turn ends and the next begins
+        with pytest.raises(ValueError, match=rf"its turns \[{spans[0]}, {spans[1]}\] do not rise"):
+            collate([record((-1, 2), (spans[0], 2), (-1, 3), (spans[1], 1))], [0], PAD)
 
 
 def test_records_without_sampler_log_probs_or_actions():

@@ -236,7 +236,7 @@ os._exit(0)
     [
         ("meeting", "1", ["1", "0.1"], r"([6-9]|1\d) s lunch: .*[Rr]ank 1"),
         ("meeting", "0", ["0.1"], r"([6-9]|1\d) s lunch: .*from rank 0"),
-        ("pass", "1", ["0.1"], r"1\d s all_gather\w*: .*[Rr]ank 1"),
+        ("pass", "1", ["0.1"], r"1\d s all_gather\w* in \w+: .*[Rr]ank 1"),
     ],
 )
 def test_a_missing_rank_is_named_in_time(tmp_path: Path, where: str, late: str, minutes: list[str], said: str) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -115,8 +116,10 @@ def test_saving_changes_no_training(arguments: list[str]) -> None:
         parts = {"model": (model, [optimizer])}
         progress = Progress.of(run, "rsr1", run.begin(schedule(run.config)[1]))
         if saves:
-            progress.save(3, parts)
+            for position in (1, 2, 3):
+                progress.save(position, parts)
             progress.flush()
+            assert sorted(path.name for path in progress.folder.glob("[0-9]*")) == ["000002", "000003"]
             with torch.no_grad():
                 model.weight.zero_()
             assert progress.load(parts) == 3
@@ -128,11 +131,25 @@ def test_saving_changes_no_training(arguments: list[str]) -> None:
     assert torch.equal(*results)
 
 
-def test_a_full_disk_is_one_line_and_loses_nothing(arguments: list[str]) -> None:
-    train = [sys.executable, "-m", "rsi.train", *arguments, "--pretrain.steps", "20", "--stage", "base"]
-    limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "-", *train, "--evaluate.tasks", "1"]
-    done = subprocess.run(limited, capture_output=True, text=True, check=False)
-    (line,) = [line for line in done.stdout.splitlines() if "rsi: error" in line]
-    assert done.returncode == 1 and "cannot be saved" in line and "Traceback" not in done.stderr
-    done = subprocess.run([*train, "--evaluate.tasks", "1"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+FULL = """
+mount -t tmpfs -o size=2m none "$1"; cd "$1"; shift
+"$@"; echo "status $?"
+rm runs/smoke-0/log.txt; dd if=/dev/zero of=rest bs=1k 2>/dev/null
+"$@"; echo "status $?"
+mv runs/smoke-0 runs/other; "$@" 2>&1; echo "status $?"; mv runs/other runs/smoke-0
+mount -o remount,size=64m none .
+"$@" >/dev/null; echo "status $?"
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path) -> None:
+    """A checkpoint that does not fit, then not one byte that does, for the log or a new run; then room again."""
+    train = "--preset smoke --pretrain.steps 20 --stage base --train-tasks 4 --evaluate.tasks 1"
+    command = ["unshare", "-m", "bash", "-c", FULL, "-", str(tmp_path), sys.executable, "-m", "rsi.train"]
+    done = subprocess.run([*command, *train.split()], capture_output=True, text=True, check=False)
+    found = [line for line in done.stdout.splitlines() if line.startswith(("rsi: error", "status"))]
+    assert [line for line in found if "status" in line] == ["status 1", "status 1", "status 2", "status 0"], found
+    (first, *others) = [line for line in found if "error" in line]
+    assert "cannot be saved" in first and len(others) == 2 and all("No space left" in line for line in others)
+    assert "Traceback" not in done.stderr

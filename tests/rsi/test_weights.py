@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import shutil
 import sys
 import threading
@@ -202,6 +203,21 @@ def test_damaged_folders_are_named(tmp_path: Path) -> None:
     (good / "tokenizer.json").unlink()
     with pytest.raises(WeightsError, match=r"tokenizer\.json is missing"):
         load_tokenizer(good)
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    save_actor(tmp_path / "actor")
+    before, sizes = sha256(tmp_path / "actor"), {path.stat().st_size for path in (tmp_path / "actor").iterdir()}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in sizes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, limit[1]))
+        try:
+            with pytest.raises(OSError, match=r"File too large"):
+                save_actor(tmp_path / "actor")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert sha256(tmp_path / "actor") == before
+    save_actor(tmp_path / "actor")
 
 
 def test_tied_weights_are_written_once(tmp_path: Path) -> None:
