@@ -59,7 +59,7 @@ class Run:
 
     def record(self, stage: str) -> dict[str, Any]:
         """A finished stage's `stage.json`."""
-        record: dict[str, Any] = json.loads((self.path(stage) / "stage.json").read_text(encoding="utf-8"))
+        record: dict[str, Any] = read_json(self.path(stage) / "stage.json")
         return record
 
     def begin(self, stage: Stage) -> Path:
@@ -227,10 +227,7 @@ def reason(problem: CheckpointException) -> str:
 def read_progress(folder: Path) -> dict[str, Any] | None:
     """What the last valid position of the stage in `folder` says; None where there is none."""
     path = folder / "state" / "progress.json"
-    if not path.is_file():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    return read_json(path) if path.is_file() else None
 
 
 def state_of(parts: Parts) -> dict[str, Any]:
@@ -267,23 +264,34 @@ def own_folder(config: Config) -> TextIO:
     folder = config.folder
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is not a folder: choose another --name")
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / "lock").open("w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as problem:
+        raise UserError(f"{folder} cannot be written ({problem.strerror}): choose another --runs or --name") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"{folder} is in use by another process: wait for it, or choose another --name") from None
-    path, record = folder / "config.json", to_record(config)
-    if path.exists():
-        found = differences(to_record(from_record(json.loads(path.read_text(encoding="utf-8"))["config"])), record)
-        if found:
-            raise UserError(
-                f"{folder} holds a run with another configuration: {'; '.join(found)}."
-                " Choose another --name, or delete the folder"
-            )
-    else:
-        write_atomically(path, json.dumps({"config": record, **versions()}, indent=1) + "\n")
+    require_same(config)
+    path = folder / "config.json"
+    if not path.exists() or read_config(folder).rounds < config.rounds:
+        write_atomically(path, json.dumps({"config": to_record(config), **versions()}, indent=1) + "\n")
     return lock
+
+
+def require_same(config: Config) -> None:
+    """Raises UserError where the run's folder was made with another configuration; more rounds may follow."""
+    if not (config.folder / "config.json").exists():
+        return
+    old = read_config(config.folder)
+    old = dataclasses.replace(old, rounds=max(old.rounds, config.rounds))
+    found = differences(to_record(old), to_record(config))
+    if found:
+        raise UserError(
+            f"{config.folder} holds a run with another configuration: {'; '.join(found)}."
+            " Choose another --name, or delete the folder"
+        )
 
 
 def read_config(folder: Path) -> Config:
@@ -291,7 +299,7 @@ def read_config(folder: Path) -> Config:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} is no run folder: it has no config.json")
-    config = from_record(json.loads(path.read_text(encoding="utf-8"))["config"])
+    config = from_record(read_json(path, "config"))
     # The folder may have been moved, or the working directory may be another.
     return dataclasses.replace(config, runs=folder.parent, name=folder.name)
 
@@ -311,6 +319,16 @@ def versions() -> dict[str, str]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         **found,
     }
+
+
+def read_json(path: Path, key: str | None = None) -> Any:
+    """What the file holds, or its entry `key`. Raises UserError, with what to do, where it is missing or damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if key is None else found[key]
+    except (OSError, ValueError, TypeError, KeyError) as problem:
+        reason = f"{type(problem).__name__}: {problem}"
+        raise UserError(f"{path} cannot be read ({reason}): restore it, or delete {path.parent} and start over") from None
 
 
 def write_atomically(path: Path, text: str) -> None:

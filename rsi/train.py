@@ -58,8 +58,7 @@ def run(config: Config) -> None:
 
     distributed.start(config.timeout)
     stages = Run(config.folder, config).missing()
-    if stages:
-        plan.check_here(config, stages)
+    plan.check_here(config, stages)
     run_folder = open_run(config)
     log = Log(run_folder.folder, distributed.rank())
     try:

@@ -165,7 +165,7 @@ def read_config(folder: Path) -> ModelConfig:
     """The folder's ``config.json``; ids that ``generation_config.json`` adds end a turn too."""
     path = folder / "config.json"
     if not path.is_file():
-        raise WeightsError(f"{path} is missing: give a Hugging Face model folder")
+        raise WeightsError(f"{path} is missing: give a Hugging Face model folder, or hub:OWNER/NAME")
     try:
         config = ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
         path = folder / "generation_config.json"
@@ -182,7 +182,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise WeightsError(f"{path} is missing: give a folder that holds a model and its tokenizer")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as problem:  # the library knows no other kind
+        raise WeightsError(f"{path}: {problem}: the file is damaged, copy it again") from None
 
 
 def find_folder(place: str) -> Path:
