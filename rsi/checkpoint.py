@@ -85,7 +85,7 @@ class Run:
             text = metrics.read_bytes()
             # Beyond the saved length the whole lines of other stages stay: one may have run since.
             rest = [line for line in text[kept:].decode().splitlines(keepends=True) if line.endswith("\n")]
-            others = [line for line in rest if json.loads(line)["stage"] != stage.name]
+            others = [line for line in rest if not line.startswith(f'{{"stage": "{stage.name}"')]
             write_atomically(metrics, text[:kept].decode() + "".join(others))
         for name in files:
             if name == metrics.name:
@@ -328,7 +328,9 @@ def read_json(path: Path, key: str | None = None) -> Any:
         return found if key is None else found[key]
     except (OSError, ValueError, TypeError, KeyError) as problem:
         reason = f"{type(problem).__name__}: {problem}"
-        raise UserError(f"{path} cannot be read ({reason}): restore it, or delete {path.parent} and start over") from None
+        raise UserError(
+            f"{path} cannot be read ({reason}): restore it, or delete {path.parent} and start over"
+        ) from None
 
 
 def write_atomically(path: Path, text: str) -> None:

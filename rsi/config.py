@@ -7,6 +7,7 @@ optimizer step, whatever the number of processes.
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -175,8 +176,8 @@ class Config:
     stage: str = "all"
     """Stage to end with (the missing ones before it run first), or "all"."""
     preset: str = "tiny"
-    """Default values: "tiny" (the embedded model, minutes on two cores), "smoke" (seconds, no claim), or a real
-    checkpoint: "qwen3-0.6b", "qwen3-8b", "qwen3.8-27b"."""
+    """Default values: "tiny" (the embedded model, minutes on two cores), "smoke" (a minute, no claim), or those of real
+    checkpoints, "qwen3-0.6b", "qwen3-8b" and "qwen3.8-27b"."""
     init: str = ""
     """Checkpoint that base starts from: a Hugging Face folder, or hub:OWNER/NAME; none: the embedded model."""
     seed: int = 0
@@ -187,7 +188,7 @@ class Config:
     name: str = ""
     """The run's name; by default preset and seed."""
     tasks: Path | None = None
-    """Folder of your own tasks, {train,eval}/{core,hard,long,swr}/*/task.toml; default: built-in ones."""
+    """Folder of your own tasks, {train,eval}/{core,hard,long,swr}/*/; none: built-in ones."""
     train_tasks: int = 640
     """Built-in training tasks a suite."""
     families: int | None = None
@@ -273,7 +274,7 @@ def parse(arguments: Sequence[str], program: str = "rsi.train") -> Config:
 def preset_name(arguments: Sequence[str]) -> str:
     """The value of `--preset`, read ahead because it decides every default."""
     name = "tiny"
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in itertools.pairwise([*arguments, ""]):
         if argument == "--preset":
             name = following
         elif argument.startswith("--preset="):

@@ -15,6 +15,7 @@ from typing import Any
 from rsi_sandbox import Task
 
 from rsi.chat import Chat
+from rsi.checkpoint import read_json
 from rsi.config import SUITES
 from rsi.harness import get_harness
 from rsi.model import Transformer
@@ -34,7 +35,7 @@ def evaluate(session: Session, stage: str, source: str, actor: Transformer, chat
 
     `source` is the stage that the difference is taken to ("" for none).
     """
-    before = json.loads((session.run.path(source) / "evaluation.json").read_text()) if source else None
+    before = read_json(session.run.path(source) / "evaluation.json") if source else None
     with session.log.progress(f"{stage} evaluation") as report:
         engine = session.engine(actor, chat, report)
         outcomes = attempt_all(session, stage, "evaluation", engine, session.config.evaluate.greedy)
@@ -100,11 +101,12 @@ def summarise(
             "process": mean(of["process"]),
         }
     rates = [suite["strict"] for suite in suites.values()]
+    low, high = normal_interval([of["strict"] for of in outcomes.values()])
     greedy = [suite["greedy"] for suite in suites.values()]
     summary: dict[str, Any] = {
         "suites": suites,
         "mean": mean(rates),
-        "ci95": normal_interval([of["strict"] for of in outcomes.values()]),
+        "ci95": (max(low, 0.0), min(high, 1.0)),
         "greedy_mean": mean(greedy) if None not in greedy else None,
         "difference": None,
         "difference_ci95": None,
@@ -150,7 +152,7 @@ def evaluate_published(run_folder: Path, tasks: int) -> list[dict[str, Any]]:
     where that was another number of `tasks` a suite, or where no stage is finished.
     """
     from rsi import distributed
-    from rsi.checkpoint import open_run, read_config, read_json, write_atomically
+    from rsi.checkpoint import open_run, read_config, write_atomically
     from rsi.config import UserError
     from rsi.metrics import Log
     from rsi.session import load_pool, open_session, write_tasks

@@ -59,7 +59,7 @@ def model_config(config: Config) -> ModelConfig:
     shape, done = config.model, Run(config.folder, config).path("base") / "actor"
     name, is_hub = config.init.removeprefix("hub:"), config.init.startswith("hub:")
     try:
-        if done.is_dir() or config.init and not is_hub:
+        if done.is_dir() or (config.init and not is_hub):
             return read_config(done if done.is_dir() else Path(name))
         if is_hub and name in PUBLISHED:
             return PUBLISHED[name]
@@ -255,8 +255,8 @@ def check_here(config: Config, stages: Sequence[Stage]) -> None:
 
 def print_plan(config: Config) -> None:
     """The resolved configuration and what would run; nothing is written. Raises UserError where it does not fit."""
-    print(json.dumps(to_record(config), indent=1))
     require_same(config)
+    print(json.dumps(to_record(config), indent=1))
     actor, critic = build(model_config(config))
     stages = Run(config.folder, config).missing()
     for label, line in lines(config, actor, critic, stages):

@@ -18,6 +18,7 @@ from rsi.config import UserError, parse
 from rsi.rpr import draw
 from rsi.session import check_backend, load_pool, prepare_tasks
 from rsi.stages import schedule
+from rsi.trajectory import Trajectory, read, to_json
 
 
 @pytest.fixture
@@ -60,6 +61,7 @@ def test_what_a_pool_refuses(arguments: list[str]) -> None:
     (first / "task.toml").unlink()
     with pytest.raises(TaskError, match=rf"{first}/task\.toml"):
         load_pool(folder)
+    shutil.rmtree(first)
     shutil.rmtree(folder / "swr")
     with pytest.raises(UserError, match="swr holds no task folder"):
         load_pool(folder)
@@ -86,11 +88,11 @@ def test_a_killed_try_leaves_nothing_behind(arguments: list[str]) -> None:
     attempts.parent.mkdir(parents=True)
     attempts.write_text("{}\n")
     lines = [json.dumps({"stage": stage, "step": 1}) for stage in ("base", "rsr1")]
-    (run.folder / "metrics.jsonl").write_text(lines[0] + "\n" + lines[1] + "\n" + lines[1][:5])
+    (run.folder / "metrics.jsonl").write_text("damaged\n" + lines[0] + "\n" + lines[1] + "\n" + lines[1][:5])
     assert run.done() == {"base"}
     partial = run.begin(rsr1)
     assert partial.name.endswith(PARTIAL) and not list(partial.iterdir()) and not attempts.exists()
-    assert (run.folder / "metrics.jsonl").read_text() == lines[0] + "\n"
+    assert (run.folder / "metrics.jsonl").read_text() == "damaged\n" + lines[0] + "\n"
 
 
 def test_a_run_folder_has_one_owner(arguments: list[str]) -> None:
@@ -116,6 +118,10 @@ def test_damaged_files_are_named(arguments: list[str]) -> None:
         path.write_text(path.read_text()[:-3])
         with pytest.raises(UserError, match=f"{path} cannot be read .*restore it, or delete {path.parent}"):
             use()
+    attempts = run.folder / "kept.jsonl"
+    attempts.write_text(to_json(Trajectory("a", "f", "core", "terminus", 1)) + "\n{}\n")
+    with pytest.raises(UserError, match=f"{attempts}, line 2 cannot be read"):
+        list(read(attempts))
     path.write_text("[]")
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
         open_run(config)
