@@ -286,8 +286,11 @@ def one_line(text: str, program: str) -> str:
     """tyro's framed message as one line of words."""
     rows = (row.strip("│╭╰╮╯─ \t") for row in text.splitlines())
     words = " ".join(row for row in rows if row and not set(row) <= {"─"})
-    words = words.removeprefix("Parsing error").removeprefix("Unrecognized options").strip(" ─")
-    return f"{words or 'the command line cannot be read'}".split(" For full helptext")[0] + f" (see {program} --help)"
+    for title in ("Parsing error", "Value error", "Error parsing", "Unrecognized options"):
+        words = words.strip(" ─").removeprefix(title)
+    for help_text in (" For full helptext", " Argument helptext"):
+        words = words.split(help_text)[0]
+    return f"{words.strip() or 'the command line cannot be read'} (see {program} --help)"
 
 
 # Option -> the numbers it takes; without an entry whole ones from 1 and others above 0. With "inf]" inf is "no limit".
@@ -304,7 +307,10 @@ INTERVALS = {
         "(0, 1e6]": "timeout rollout.timeout",
         "(1, inf)": "rpr.dual_clip",
         "[1, 1000]": "rounds",
+        "[1, 4096]": "threads rollout.threads rollout.workers",
+        "[1, 65536]": "rollout.slots",
         "[2, inf)": "rollout.max_length",
+        "[474, inf)": "model.vocab_size",  # of rsi.tiny.tokenizer: bytes, whole names, the harnesses' words
     }.items()
     for name in names.split()
 }
@@ -322,7 +328,9 @@ def validate(config: Config, preset: Config) -> None:
     names, harnesses = stage_names(config), config.rsr.harnesses
     problems = {
         f"--stage {config.stage!r}: choose one of all, {', '.join(names)}": config.stage not in ("all", *names),
-        f"--name {config.name!r}: must be the name of one folder": config.name in (".", "..") or "/" in config.name,
+        f"--name {config.name!r}: must be the name of one folder": (
+            config.name in (".", "..") or "/" in config.name or len(config.name) > 200
+        ),
         f"--rpr.steps {config.rpr.steps}: needs at least one entry": not config.rpr.steps,
         f"--rsr.harnesses {' '.join(harnesses)}: must name terminus, bash or rsrt, each once": (
             not harnesses or not set(harnesses) <= {"terminus", "bash", "rsrt"} or len({*harnesses}) < len(harnesses)
