@@ -340,11 +340,9 @@ def validate(config: Config, preset: Config) -> None:
             config.ranks != 1 and not config.dry_run
         ),
     }
-    for given, unused in (("init", ("model", "pretrain")), ("tasks", ("train_tasks", "families"))):
-        for name in unused:
-            option = f"--{name}".replace("_", "-")
-            counts = not getattr(config, given) or getattr(config, name) == getattr(preset, name)
-            problems[f"{option} has no effect with --{given}: leave it out"] = not counts
+    for given, unused in (("init", "model"), ("init", "pretrain"), ("tasks", "train_tasks")):
+        counts = not getattr(config, given) or getattr(config, unused) == getattr(preset, unused)
+        problems[f"--{unused.replace('_', '-')} has no effect with --{given}: leave it out"] = not counts
     for problem, holds in problems.items():
         if holds:
             raise UserError(problem)
