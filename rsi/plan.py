@@ -30,7 +30,7 @@ from rsi.packing import packs
 from rsi.sampler import Sampler
 from rsi.session import check_backend, prepare_tasks
 from rsi.stages import Stage
-from rsi.weights import find_folder, load_tokenizer, read_config
+from rsi.weights import check_files, find_folder, load_tokenizer, read_config
 
 GIB = 2**30
 FLOAT32, STATE = 4, 16  # bytes a parameter: its weight; weight, gradient and two moments
@@ -232,8 +232,8 @@ def check(wanted: Need, gib: float | None) -> None:
 def check_here(config: Config, stages: Sequence[Stage]) -> None:
     """Refuse, before anything is written, what a run of `stages` on the ranks that there are cannot do. All ranks call.
 
-    That is another configuration than the folder's, networks that do not fit, a checkpoint whose tokenizer knows no
-    ChatML, tasks that cannot be read, sandboxes that cannot be had.
+    That is another configuration than the folder's, networks that do not fit, a checkpoint that is damaged or knows
+    no ChatML, tasks that cannot be read, sandboxes that cannot be had.
     """
     require_same(config)
     if not stages:
@@ -244,6 +244,7 @@ def check_here(config: Config, stages: Sequence[Stage]) -> None:
         if config.init and stages[0].kind == "base":
             folder = find_folder(config.init)
             Chat(load_tokenizer(folder), read_config(folder))
+            check_files(folder)
         with open_backend(config.sandbox, run=config.folder.name) as backend:
             if config.tasks:
                 check_backend(backend, *prepare_tasks(config))

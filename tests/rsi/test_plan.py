@@ -189,6 +189,11 @@ def test_a_checkpoint_that_cannot_chat_is_refused_before_anything_is_written(tmp
         path.write_text(damaged)
         with pytest.raises(UserError, match=re.escape(message)):
             check_here(config, schedule(config))
+    path.write_text(text)
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"model\.safetensors: .* damaged"):
+        check_here(config, schedule(config))
     path.unlink()
     with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
         check_here(config, schedule(config))
