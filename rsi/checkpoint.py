@@ -86,7 +86,7 @@ class Run:
             text = metrics.read_bytes()
             # Beyond the saved length the whole lines of other stages stay: one may have run since.
             rest = [line for line in text[kept:].decode().splitlines(keepends=True) if line.endswith("\n")]
-            others = [line for line in rest if json.loads(line)["stage"] != stage.name]
+            others = [line for line in rest if not line.startswith(f'{{"stage": "{stage.name}"')]
             write_atomically(metrics, text[:kept].decode() + "".join(others))
         for name in files:
             if name == metrics.name:
@@ -232,10 +232,7 @@ def reason(problem: CheckpointException) -> str:
 def read_progress(folder: Path) -> dict[str, Any] | None:
     """What the last valid position of the stage in `folder` says; None where there is none."""
     path = folder / "state" / "progress.json"
-    if not path.is_file():
-        return None
-    found: dict[str, Any] = read_json(path)
-    return found
+    return read_json(path) if path.is_file() else None
 
 
 def state_of(parts: Parts) -> dict[str, Any]:
@@ -272,23 +269,34 @@ def own_folder(config: Config) -> TextIO:
     folder = config.folder
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is not a folder: choose another --name")
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / "lock").open("w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as problem:
+        raise UserError(f"{folder} cannot be written ({problem.strerror}): choose another --runs or --name") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"{folder} is in use by another process: wait for it, or choose another --name") from None
-    path, record = folder / "config.json", to_record(config)
-    if path.exists():
-        found = differences(to_record(from_record(read_json(path)["config"])), record)
-        if found:
-            raise UserError(
-                f"{folder} holds a run with another configuration: {'; '.join(found)}."
-                " Choose another --name, or delete the folder"
-            )
-    else:
-        write_atomically(path, json.dumps({"config": record, **versions()}, indent=1) + "\n")
+    require_same(config)
+    path = folder / "config.json"
+    if not path.exists() or read_config(folder).rounds < config.rounds:
+        write_atomically(path, json.dumps({"config": to_record(config), **versions()}, indent=1) + "\n")
     return lock
+
+
+def require_same(config: Config) -> None:
+    """Raises UserError where the run's folder was made with another configuration; more rounds may follow."""
+    if not (config.folder / "config.json").exists():
+        return
+    old = read_config(config.folder)
+    old = dataclasses.replace(old, rounds=max(old.rounds, config.rounds))
+    found = differences(to_record(old), to_record(config))
+    if found:
+        raise UserError(
+            f"{config.folder} holds a run with another configuration: {'; '.join(found)}."
+            " Choose another --name, or delete the folder"
+        )
 
 
 def read_config(folder: Path) -> Config:
@@ -296,7 +304,7 @@ def read_config(folder: Path) -> Config:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} is no run folder: it has no config.json")
-    config = from_record(read_json(path)["config"])
+    config = from_record(read_json(path, "config"))
     # The folder may have been moved, or the working directory may be another.
     return dataclasses.replace(config, runs=folder.parent, name=folder.name)
 
@@ -318,12 +326,16 @@ def versions() -> dict[str, str]:
     }
 
 
-def read_json(path: Path) -> Any:
-    """What a file that `write_atomically` wrote holds; OSError, naming it, where something else has damaged it."""
+def read_json(path: Path, key: str | None = None) -> Any:
+    """What the file holds, or its entry `key`. Raises UserError, with what to do, where it is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise OSError(f"{path} is damaged ({problem}): restore it, or delete its folder to make that again") from None
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if key is None else found[key]
+    except (OSError, ValueError, TypeError, KeyError) as problem:
+        reason = f"{type(problem).__name__}: {problem}"
+        raise UserError(
+            f"{path} cannot be read ({reason}): restore it, or delete {path.parent} and start over"
+        ) from None
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ optimizer step, whatever the number of processes.
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -175,19 +176,19 @@ class Config:
     stage: str = "all"
     """Stage to end with (the missing ones before it run first), or "all"."""
     preset: str = "tiny"
-    """Default values: "tiny" (the embedded model, minutes on two cores), "smoke" (seconds, no claim), or a real
-    checkpoint: "qwen3-0.6b", "qwen3-8b", "qwen3.8-27b"."""
+    """Default values: "tiny" (the embedded model, minutes on two cores), "smoke" (a minute, no claim), or those of real
+    checkpoints, "qwen3-0.6b", "qwen3-8b" and "qwen3.8-27b"."""
     init: str = ""
     """Checkpoint that base starts from: a Hugging Face folder, or hub:OWNER/NAME; none: the embedded model."""
     seed: int = 0
     rounds: int = 2
-    """How often rsr and rpr alternate."""
+    """How often rsr and rpr alternate; a run may be given more later."""
     runs: Path = Path("runs")
     """Folder of the run folders."""
     name: str = ""
     """The run's name; by default preset and seed."""
     tasks: Path | None = None
-    """Folder of your own tasks, {train,eval}/{core,hard,long,swr}/*/task.toml; default: built-in ones."""
+    """Folder of your own tasks, {train,eval}/{core,hard,long,swr}/*/; none: built-in ones."""
     train_tasks: int = 640
     """Built-in training tasks a suite."""
     families: int | None = None
@@ -238,26 +239,6 @@ class Config:
         return -(-self.rollout.slots // ranks)
 
 
-def tiny() -> Config:
-    """The embedded default: all five stages in minutes on two CPU cores."""
-    return Config()
-
-
-def smoke() -> Config:
-    """All five stages in under a minute: every part runs, nothing is claimed to be learnt."""
-    return Config(
-        preset="smoke",
-        train_tasks=32,
-        families=2,
-        model=ModelShape(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=192),
-        pretrain=Pretrain(steps=350, habit=0.3, short_share=1.0),
-        rollout=Rollout(slots=32, max_turns=5, max_turn_tokens=20, max_length=256),
-        evaluate=Evaluate(tasks=6),
-        rsr=Rsr(tasks=8, executions=1),
-        rpr=Rpr(warmup_batch=8, calibration_steps=4, steps=(4, 2), attempts=32, critic_lr=3e-3),
-    )
-
-
 # What may differ between two invocations on one run folder: where to stop, not what is computed.
 FREE = ("stage", "dry_run", "ranks", "rank_gib", "runs", "name", "save_every", "timeout", "rollout.timeout")
 
@@ -286,57 +267,98 @@ def parse(arguments: Sequence[str], program: str = "rsi.train") -> Config:
         if not stop.code:
             raise
         raise UserError(one_line(screen.getvalue(), program)) from None
-    validate(config)
+    validate(config, PRESETS[preset]())
     return config
 
 
 def preset_name(arguments: Sequence[str]) -> str:
     """The value of `--preset`, read ahead because it decides every default."""
-    for position, argument in enumerate(arguments):
-        if argument.startswith("--preset="):
-            return argument.removeprefix("--preset=")
+    name = "tiny"
+    for argument, following in itertools.pairwise([*arguments, ""]):
         if argument == "--preset":
-            return arguments[position + 1] if position + 1 < len(arguments) else ""
-    return "tiny"
+            name = following
+        elif argument.startswith("--preset="):
+            name = argument.removeprefix("--preset=")
+    return name
 
 
 def one_line(text: str, program: str) -> str:
     """tyro's framed message as one line of words."""
     rows = (row.strip("│╭╰╮╯─ \t") for row in text.splitlines())
     words = " ".join(row for row in rows if row and not set(row) <= {"─"})
-    words = words.removeprefix("Parsing error").removeprefix("Unrecognized options").strip(" ─")
-    return f"{words or 'the command line cannot be read'}".split(" For full helptext")[0] + f" (see {program} --help)"
+    for title in ("Parsing error", "Value error", "Error parsing", "Unrecognized options"):
+        words = words.strip(" ─").removeprefix(title)
+    for help_text in (" For full helptext", " Argument helptext"):
+        words = words.split(help_text)[0]
+    return f"{words.strip() or 'the command line cannot be read'} (see {program} --help)"
 
 
-def validate(config: Config) -> None:
-    """Refuse values that cannot work, naming field, value and what would be right."""
+# Option -> the numbers it takes; without an entry whole ones from 1 and others above 0. With "inf]" inf is "no limit".
+INTERVALS = {
+    name: interval
+    for interval, names in {
+        "(-inf, inf)": "seed",
+        "[0, 1]": "pretrain.habit pretrain.short_share rpr.gamma rpr.lam",
+        "[0, 1)": "rpr.clip_low rpr.spr_failure",
+        "[0, inf)": "pretrain.muon_lr pretrain.adamw_lr rsr.lr rpr.actor_lr rpr.actor_lr_later rpr.critic_lr"
+        " rpr.steps rpr.calibration_steps rpr.kl_coefficient rpr.entropy_coefficient rpr.spr_bonus",
+        "[0, inf]": "rpr.clip_high rpr.max_logprob_gap",
+        "(0, inf]": "rpr.value_clip rpr.max_grad_norm",
+        "(0, 1e6]": "timeout rollout.timeout",
+        "(1, inf)": "rpr.dual_clip",
+        "[1, 1000]": "rounds",
+        "[1, 4096]": "threads rollout.threads rollout.workers",
+        "[1, 65536]": "rollout.slots",
+        "[2, inf)": "rollout.max_length",
+        "[474, inf)": "model.vocab_size",  # of rsi.tiny.tokenizer: bytes, whole names, the harnesses' words
+    }.items()
+    for name in names.split()
+}
+WORDS = {"[1, inf)": "at least 1", "(0, inf)": "above 0", "[0, inf)": "at least 0"}
+
+
+def validate(config: Config, preset: Config) -> None:
+    """Refuse values that cannot work or would not count, naming field, value and what would be right."""
     from rsi.stages import stage_names
 
-    names = stage_names(config)
-    problems = {
-        f"--stage {config.stage!r}: choose one of all, {', '.join(names)}": config.stage not in ("all", *names),
-        f"--rounds {config.rounds}: must be at least 1": config.rounds < 1,
-        f"--rpr.steps {config.rpr.steps}: needs at least one entry": not config.rpr.steps,
-        f"--rpr.spr-failure {config.rpr.spr_failure}: must be in [0, 1)": not 0 <= config.rpr.spr_failure < 1,
-        f"--rpr.spr-bonus {config.rpr.spr_bonus}: must not be negative": config.rpr.spr_bonus < 0,
-        f"--rollout.temperature {config.rollout.temperature}: must be above 0": config.rollout.temperature <= 0,
-        f"--timeout {config.timeout}: must be above 0": config.timeout <= 0,
-        f"--rollout.timeout {config.rollout.timeout}: must be above 0": config.rollout.timeout <= 0,
-        f"--rsr.harnesses {config.rsr.harnesses}: must name terminus, bash or rsrt": (
-            not config.rsr.harnesses or not set(config.rsr.harnesses) <= {"terminus", "bash", "rsrt"}
-        ),
-        f"--tasks {config.tasks}: no such folder": config.tasks is not None and not config.tasks.is_dir(),
-    }
     groups = {"": config, **{f"{name}.": getattr(config, name) for name in GROUPS}}
     for prefix, group in groups.items():
         for entry in dataclasses.fields(group):
-            value = getattr(group, entry.name)
-            counts = entry.type is int and entry.name not in ("seed", "steps", "calibration_steps")
-            option = f"--{prefix}{entry.name}".replace("_", "-")
-            problems[f"{option} {value}: must be at least 1"] = counts and value < 1
+            require_numbers(f"{prefix}{entry.name}", getattr(group, entry.name))
+    names, harnesses = stage_names(config), config.rsr.harnesses
+    problems = {
+        f"--stage {config.stage!r}: choose one of all, {', '.join(names)}": config.stage not in ("all", *names),
+        f"--name {config.name!r}: must be the name of one folder": (
+            config.name in (".", "..") or "/" in config.name or len(config.name) > 200
+        ),
+        f"--rpr.steps {config.rpr.steps}: needs at least one entry": not config.rpr.steps,
+        f"--rsr.harnesses {' '.join(harnesses)}: must name terminus, bash or rsrt, each once": (
+            not harnesses or not set(harnesses) <= {"terminus", "bash", "rsrt"} or len({*harnesses}) < len(harnesses)
+        ),
+        f"--tasks {config.tasks}: no such folder": config.tasks is not None and not config.tasks.is_dir(),
+        f"--ranks {config.ranks}: for --dry-run alone; start processes with torchrun --nproc-per-node {config.ranks}": (
+            config.ranks != 1 and not config.dry_run
+        ),
+    }
+    for given, unused in (("init", "model"), ("init", "pretrain"), ("tasks", "train_tasks")):
+        counts = not getattr(config, given) or getattr(config, unused) == getattr(preset, unused)
+        problems[f"--{unused.replace('_', '-')} has no effect with --{given}: leave it out"] = not counts
     for problem, holds in problems.items():
         if holds:
             raise UserError(problem)
+
+
+def require_numbers(name: str, value: object) -> None:
+    """Raises UserError where a number of the option `name` is outside its interval."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        interval = INTERVALS.get(name, "[1, inf)" if isinstance(number, int) else "(0, inf)")
+        least, most = map(float, interval[1:-1].split(","))
+        bound = (number == least and interval[0] == "[") or (number == most and interval[-1] == "]")
+        if not (least < number < most or bound):
+            option = f"--{name}".replace("_", "-")
+            raise UserError(f"{option} {number}: must be {WORDS.get(interval, f'within {interval}')}")
 
 
 def to_record(config: Config) -> dict[str, object]:

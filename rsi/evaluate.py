@@ -7,6 +7,7 @@ task set, which no decision about the method or its settings may look at.
 import json
 import math
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rsi.model import Transformer
 from rsi.rollout import Engine, Job
 from rsi.session import Session, require_sound, seed_of
 from rsi.trajectory import Trajectory
+from rsi.weights import WeightsError
 
 TARGET = "terminus"
 RETRIES = 2
@@ -99,11 +101,12 @@ def summarise(
             "process": mean(of["process"]),
         }
     rates = [suite["strict"] for suite in suites.values()]
+    low, high = normal_interval([of["strict"] for of in outcomes.values()])
     greedy = [suite["greedy"] for suite in suites.values()]
     summary: dict[str, Any] = {
         "suites": suites,
         "mean": mean(rates),
-        "ci95": normal_interval([of["strict"] for of in outcomes.values()]),
+        "ci95": (max(low, 0.0), min(high, 1.0)),
         "greedy_mean": mean(greedy) if None not in greedy else None,
         "difference": None,
         "difference_ci95": None,
@@ -143,41 +146,46 @@ def normal_interval(strata: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def evaluate_published(run_folder: Path, tasks: int) -> list[dict[str, Any]]:
-    """The stage records of a run with their evaluation replaced by that on the published task set.
+    """A run's stage records with their evaluation replaced by that on the published task set.
 
-    The outcome of every task goes to `published.json`; where that file is, it is read and nothing runs.
+    The outcome of every task goes to `published.json`; a stage that is in there is not measured again. Raises UserError
+    where that was another number of `tasks` a suite, or where no stage is finished.
     """
     from rsi import distributed
     from rsi.checkpoint import open_run, read_config, write_atomically
+    from rsi.config import UserError
     from rsi.metrics import Log
     from rsi.session import load_pool, open_session, write_tasks
     from rsi.weights import load_actor, load_chat
 
-    config = read_config(run_folder)
-    run = open_run(config)
+    run_folder = run_folder.resolve()
+    run = open_run(read_config(run_folder))
     records = run.write_stages()
-    path = run_folder / "published.json"
-    if not path.exists():
-        folder = run_folder / "published"
+    if not records:
+        raise UserError(f"{run_folder} has no finished stage yet: go on with rsi.train first")
+    path, folder = run_folder / "published.json", run_folder / "published"
+    found = read_json(path) if path.exists() else {}
+    counts = {len(of["strict"]) for outcomes in found.values() for of in outcomes.values()}
+    if counts - {tasks}:
+        raise UserError(f"{path} holds {max(counts)} tasks a suite, not {tasks}: ask for as many, or delete it")
+    missing = [record["stage"] for record in records if record["stage"] not in found]
+    if missing:
         shutil.rmtree(folder, ignore_errors=True)
-        write_tasks(folder, "published", tasks, 0, config.families)
-        pool, log, found = load_pool(folder), Log(run_folder), {}
+        write_tasks(folder, "published", tasks, 0, run.config.families)
+        pool, log = load_pool(folder), Log(run_folder)
         with open_session(run, log, distributed.find_device(), pool, pool) as session:
-            for record in records:
-                stage = record["stage"]
+            for stage in missing:
                 actor = load_actor(run.path(stage) / "actor").to(session.device)
                 chat = load_chat(run.path(stage) / "actor", actor.config, run.config.rollout.thinking)
+                for old in session.attempts(stage, "published").parent.glob("published*.jsonl"):
+                    old.unlink()
                 with log.progress(f"{stage} published") as report:
                     engine = session.engine(actor, chat, report)
-                    for old in session.attempts(stage, "published").parent.glob("published*.jsonl"):
-                        old.unlink()
                     found[stage] = attempt_all(session, stage, "published", engine, greedy=True)
-                log.say(f"{stage} measured on the published tasks")
-        write_atomically(path, json.dumps(found))
-    outcomes = read_json(path)
+                write_atomically(path, json.dumps(found))
+                log.say(f"{stage} measured on {tasks} published tasks a suite")
     return [
-        record | {"evaluation": summarise(outcomes[record["stage"]], outcomes.get(record["source"]))}
-        for record in records
+        record | {"evaluation": summarise(found[record["stage"]], found.get(record["source"]))} for record in records
     ]
 
 
@@ -185,17 +193,23 @@ def main() -> None:
     """Evaluate a run on the published tasks and print the table."""
     import argparse
 
-    from rsi.config import UserError, fail
+    from rsi_sandbox import SandboxError
+
+    from rsi.config import UserError, fail, require_numbers
     from rsi.report import open_console, stage_table
 
     parser = argparse.ArgumentParser(prog="rsi.evaluate", description=evaluate_published.__doc__)
     parser.add_argument("run", type=Path, help="a run folder, such as runs/tiny-0")
-    parser.add_argument("--tasks", type=int, default=200, help="published tasks a suite")
+    parser.add_argument("--tasks", type=int, default=200, help="published tasks a suite (200)")
     arguments = parser.parse_args()
     try:
+        require_numbers("tasks", arguments.tasks)
         records = evaluate_published(arguments.run, arguments.tasks)
-    except UserError as problem:
-        fail(problem)
+    except (UserError, WeightsError, SandboxError) as problem:
+        fail(UserError(problem))
+    except KeyboardInterrupt:
+        print("rsi: stopped; the same command goes on with the stage under way", file=sys.stderr)
+        raise SystemExit(130) from None
     open_console().print(stage_table(records, f"{arguments.run.name}: published tasks"))
 
 

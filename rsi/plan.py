@@ -11,22 +11,25 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from rsi_kernels.linear_logprob import GPU_TILE_BYTES
+from rsi_sandbox import SandboxError, open_backend
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from rsi.architecture import PUBLISHED, ModelConfig
-from rsi.checkpoint import Run
+from rsi.checkpoint import Run, require_same
 from rsi.config import Config, UserError, to_record
-from rsi.distributed import find_device, is_spread, rank_memory, world
+from rsi.distributed import find_device, gather, is_spread, rank_memory, world
 from rsi.model import Critic, Layer, Mixing, Transformer, rotary
 from rsi.packing import packs
 from rsi.sampler import Sampler
+from rsi.session import check_backend, prepare_tasks
 from rsi.stages import Stage
-from rsi.weights import WeightsError, find_folder, read_config
+from rsi.weights import check_files, find_folder, load_chat, read_config
 
 GIB = 2**30
 FLOAT32, STATE = 4, 16  # bytes a parameter: its weight; weight, gradient and two moments
@@ -61,22 +64,24 @@ def model_config(config: Config) -> ModelConfig:
 
 
 def _find_model(config: Config) -> ModelConfig:
-    """The embedded model, a folder's, or a published one by its name on the hub."""
-    name = config.init.removeprefix("hub:")
-    if name in PUBLISHED:
-        return PUBLISHED[name]
-    if config.dry_run and config.init.startswith("hub:"):
-        raise UserError(f"--init {config.init}: its sizes are not known here; download it and give the folder")
-    if config.init:
-        try:
+    """The model of the run's base stage where that is done; else the embedded one, a folder's, or a published one."""
+    shape, done = config.model, Run(config.folder, config).path("base") / "actor"
+    name, is_hub = config.init.removeprefix("hub:"), config.init.startswith("hub:")
+    try:
+        if done.is_dir() or (config.init and not is_hub):
+            return read_config(done if done.is_dir() else Path(name))
+        if is_hub and name in PUBLISHED:
+            return PUBLISHED[name]
+        if is_hub and config.dry_run:
+            raise ValueError("its sizes are not known here; download it and give the folder")
+        if is_hub:
             return read_config(find_folder(config.init))
-        except WeightsError as problem:
-            raise UserError(f"--init {config.init}: {problem}") from problem
-    shape = config.model
-    return ModelConfig(
-        shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.layers, shape.heads, shape.kv_heads,
-        shape.head_dim,
-    )  # fmt: skip
+        return ModelConfig(
+            shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.layers, shape.heads, shape.kv_heads,
+            shape.head_dim,
+        )  # fmt: skip
+    except ValueError as problem:
+        raise UserError(f"{f'--init {config.init}' if config.init else '--model'}: {problem}") from problem
 
 
 def build(model: ModelConfig) -> tuple[Transformer, Critic]:
@@ -234,13 +239,33 @@ def check(wanted: Need, gib: float | None) -> None:
 
 
 def check_here(config: Config, stages: Sequence[Stage]) -> None:
-    """`check` of stages that are about to run on the ranks that there are. All ranks call."""
-    config = dataclasses.replace(config, ranks=world())
+    """Refuse, before anything is written, what a run of `stages` on the ranks that there are cannot do. All ranks call.
+
+    That is another configuration than the folder's, networks that do not fit, a checkpoint that is damaged or knows
+    no ChatML, tasks that cannot be read, sandboxes that cannot be had.
+    """
+    require_same(config)
+    if not stages:
+        return
+    config, problem = dataclasses.replace(config, ranks=world()), ""
     check(need(*build(model_config(config)), config, stages), limit(config))
+    try:
+        if config.init and stages[0].kind == "base":
+            folder = find_folder(config.init)
+            load_chat(folder, read_config(folder))
+            check_files(folder)
+        with open_backend(config.sandbox, run=config.folder.name) as backend:
+            if config.tasks:
+                check_backend(backend, *prepare_tasks(config))
+    except (SandboxError, ValueError) as found:
+        problem = str(found)
+    if problems := [each for each in gather("what was given", problem) if each]:
+        raise UserError(problems[0])
 
 
 def print_plan(config: Config) -> None:
     """The resolved configuration and what would run; nothing is written. Raises UserError where it does not fit."""
+    require_same(config)
     print(json.dumps(to_record(config), indent=1))
     actor, critic = build(model_config(config))
     stages = Run(config.folder, config).missing()
@@ -272,6 +297,9 @@ def lines(config: Config, actor: Transformer, critic: Critic, stages: Sequence[S
     hint = "" if config.recompute else f" ({recomputed / GIB:.2f} with --recompute)"
     yield "rank GiB", f"{wanted.training / GIB:.2f} to train{hint}, {wanted.sampling / GIB:.2f} to sample; {has}"
     yield "shares", config.share(config.ranks)
-    yield "tasks", f"{config.tasks or f'built-in, {config.train_tasks} to train on a suite'}; "\
-        f"{config.evaluate.tasks} a suite to evaluate on"  # fmt: skip
+    tasks = f"built-in, {config.train_tasks} a suite to train on, {config.evaluate.tasks} to evaluate on"
+    if config.tasks:
+        pools = [", ".join(f"{suite} {len(of)}" for suite, of in pool.items()) for pool in prepare_tasks(config)]
+        tasks = f"{config.tasks}: {pools[0]} to train on; {pools[1]} to evaluate on"
+    yield "tasks", tasks
     yield "sandbox", config.sandbox

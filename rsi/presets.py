@@ -8,7 +8,27 @@ one a task, 60 turns, 84k tokens of context and no KL penalty. Everything else i
 from collections.abc import Callable
 from dataclasses import replace
 
-from rsi.config import Config, Rollout, Rpr, Rsr, smoke, tiny
+from rsi.config import Config, Evaluate, ModelShape, Pretrain, Rollout, Rpr, Rsr
+
+
+def tiny() -> Config:
+    """The embedded default: all five stages in minutes on two CPU cores."""
+    return Config()
+
+
+def smoke() -> Config:
+    """All five stages in under a minute: every part runs, nothing is claimed to be learnt."""
+    return Config(
+        preset="smoke",
+        train_tasks=32,
+        families=2,
+        model=ModelShape(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=192),
+        pretrain=Pretrain(steps=350, habit=0.3, short_share=1.0),
+        rollout=Rollout(slots=32, max_turns=5, max_turn_tokens=20, max_length=256),
+        evaluate=Evaluate(tasks=6),
+        rsr=Rsr(tasks=8, executions=1),
+        rpr=Rpr(warmup_batch=8, calibration_steps=4, steps=(4, 2), attempts=32, critic_lr=3e-3),
+    )
 
 
 def qwen3_8_27b() -> Config:

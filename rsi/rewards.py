@@ -18,7 +18,7 @@ def family_scale(checks_by_family: Mapping[str, Sequence[int]]) -> dict[str, flo
 
     `checks_by_family` has the checklist size of every training task of a family (0 = no per-check report, not
     counted). S_f is their 90th percentile (linear interpolation); with fewer than 20 tasks, the largest.
-    A family without any report gets 1.
+    A family whose tasks say no size gets 0: an attempt's own checklist is its scale.
 
     >>> family_scale({"sort_file": [1, 4, 2]})
     {'sort_file': 4.0}
@@ -29,7 +29,7 @@ def family_scale(checks_by_family: Mapping[str, Sequence[int]]) -> dict[str, flo
             raise ValueError(f"family {family!r}: a checklist size is negative: {min(sizes)}")
         reported = [size for size in sizes if size > 0]
         if not reported:
-            scale[family] = 1.0
+            scale[family] = 0.0
         elif len(reported) < FAMILY_MINIMUM:
             scale[family] = float(max(reported))
         else:
@@ -40,15 +40,15 @@ def family_scale(checks_by_family: Mapping[str, Sequence[int]]) -> dict[str, flo
 def fdr(passed: int, total: int, scale: float, strict: bool, cap: float = 1.0) -> float:
     """min(passed / scale, cap); without a per-check report (total 0): 1 if strict else 0.
 
-    `scale` is S_f of the attempt's family. At cap 1 the result is in [0, 1].
+    `scale` is S_f of the attempt's family, 0: `total`. At cap 1 the result is in [0, 1].
     """
     if not 0 <= passed <= total:
         raise ValueError(f"passed checks must be between 0 and total, got {passed} of {total}")
-    if not scale > 0 or not cap > 0:
-        raise ValueError(f"scale and cap must be above 0, got scale {scale}, cap {cap}")
+    if not scale >= 0 or not cap > 0:
+        raise ValueError(f"scale must be at least 0 and cap above 0, got scale {scale}, cap {cap}")
     if total == 0:
         return float(strict)
-    return min(passed / scale, cap)
+    return min(passed / (scale or total), cap)
 
 
 def spr(

@@ -46,14 +46,14 @@ class Engine:
 
 @dataclass
 class Attempt:
-    """One attempt under way; `pending` are the ids the policy has not read yet."""
+    """One attempt under way; `said` are the ids of its last turn, `pending` those the policy has not read yet."""
 
     job: Job
     slot: int
     sandbox: Future[Sandbox]
     record: Trajectory
     pending: list[int] = field(default_factory=list)
-    action: Action = field(default_factory=Action)
+    said: list[int] = field(default_factory=list)
     command_seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
 
@@ -143,7 +143,7 @@ def sample(active: Mapping[int, Attempt], engine: Engine, temperature: float) ->
     while engine.sampler.busy and (engine.settings.lockstep or not turns):
         turns |= engine.sampler.advance(engine.chat.stops, temperature)
     for slot, (ids, logprobs) in turns.items():
-        record = active[slot].record
+        record, active[slot].said = active[slot].record, ids
         record.extend(ids, turn=record.turns, logprob=logprobs)
         if not ids or ids[-1] not in engine.chat.stops:
             record.end = "length"
@@ -163,12 +163,8 @@ def acted(acting: dict[Future[None], Attempt], engine: Engine) -> list[Attempt]:
 
 def act(attempt: Attempt, harness: Harness, engine: Engine) -> None:
     """Run the turn's commands; leaves the observation in `pending`, or nothing and the end's reason."""
-    record, pending = attempt.record, attempt.pending
-    attempt.pending = []
-    start = len(record.ids) - next(
-        (back for back, action in enumerate(reversed(record.action)) if not action), len(record.ids)
-    )
-    text = engine.chat.decode(record.ids[start:])
+    record, attempt.pending = attempt.record, []
+    text = engine.chat.decode(attempt.said)
     if record.end:  # cut by a token limit: nothing of the turn runs
         record.exchanges.append(Exchange((), text))
         return
@@ -199,7 +195,6 @@ def act(attempt: Attempt, harness: Harness, engine: Engine) -> None:
     if len(record.ids) + len(ids) >= engine.settings.max_length:
         record.end = "length"
         return
-    assert pending, "an attempt that acts has read something"
     record.extend(ids)
     attempt.pending = ids
 

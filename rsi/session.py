@@ -154,7 +154,6 @@ def open_session(run: Run, log: Log, device: torch.device, train: Pool, evaluati
     keep_freed_memory()
     with open_backend(run.config.sandbox, run=run.folder.name) as backend:
         log.say(f"sandboxes: {backend.kind} ({backend.reason})")
-        check_backend(backend, train, evaluation)
         yield Session(run, log, backend, device, train, evaluation)
 
 
@@ -193,12 +192,14 @@ def load_pool(folder: Path, count: int | None = None) -> Pool:
     """The tasks of every suite under `folder`, in name order, at most `count` a suite."""
     pool = {}
     for suite in SUITES:
-        paths = sorted(path.parent for path in (folder / suite).glob("*/task.toml"))
+        paths = sorted(path for path in (folder / suite).glob("[!.]*") if path.is_dir())
         if not paths:
-            raise UserError(f"{folder / suite} holds no task (a folder with a task.toml): add some")
+            raise UserError(f"{folder / suite} holds no task folder: every suite needs one, {', '.join(SUITES)}")
         pool[suite] = [load_task(path) for path in paths[:count]]
     seen: dict[str, Task] = {}
     for task in (task for tasks in pool.values() for task in tasks):
+        if task.steps:
+            raise UserError(f"{task.folder} has [[steps]], and only tasks of one step are trained on: make each a task")
         if task.name in seen:
             raise UserError(f"{task.folder} and {seen[task.name].folder} are both called {task.name!r}: rename one")
         seen[task.name] = task

@@ -60,8 +60,7 @@ def run(config: Config) -> None:
 
     distributed.start(config.timeout)
     stages = Run(config.folder, config).missing()
-    if stages:
-        plan.check_here(config, stages)
+    plan.check_here(config, stages)
     run_folder = open_run(config)
     stages = run_folder.missing()  # the folder's last owner may have gone on until now
     log = Log(run_folder.folder, distributed.rank())

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from rsi.config import UserError
+
 ENDS = ("done", "length", "turns", "agent_timeout", "infra_error")
 
 
@@ -101,10 +103,13 @@ def from_json(line: str) -> Trajectory:
 
 
 def read(path: Path) -> Iterator[Trajectory]:
-    """The attempts in a JSONL file, in the order they were written; OSError, naming the line, where one is damaged."""
+    """The attempts in a JSONL file, in the order they were written. Raises UserError where a line is damaged."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                yield from_json(line)
+                record = from_json(line)
             except (ValueError, TypeError, KeyError) as problem:
-                raise OSError(f"{path}, line {number} is damaged ({problem})") from None
+                raise UserError(
+                    f"{path}, line {number} cannot be read ({problem}): restore or delete the file"
+                ) from None
+            yield record

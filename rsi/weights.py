@@ -222,6 +222,11 @@ def find_folder(place: str) -> Path:
         raise WeightsError(f"{place} cannot be downloaded: {' '.join(str(problem).split())}") from problem
 
 
+def check_files(folder: Path) -> None:
+    """Raises WeightsError where a file of the folder's weights is missing or cut short; reads their headers alone."""
+    _places(folder)
+
+
 def sha256(folder: Path) -> str:
     """Hex digest over names, types, shapes and bytes of the folder's tensors, sorted by name.
 

@@ -37,7 +37,7 @@ class Terminus:
             return Action(error="no JSON object in the reply")
         try:
             reply, _ = json.JSONDecoder().raw_decode(text[start:])
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             return Action(error=f"the reply is not valid JSON: {problem}")
         done = reply.get("task_complete", False)
         done = done is True or str(done).lower() in ("true", "1", "yes")
@@ -50,7 +50,8 @@ class Terminus:
             if not isinstance(keystrokes, str):
                 return Action(error='each command must be an object with a "keystrokes" string')
             if keystrokes.strip():
-                commands.append(keystrokes.removesuffix("\n"))
+                # JSON can name half a character (\ud83d), which no shell can be sent and no file can hold.
+                commands.append(keystrokes.removesuffix("\n").encode(errors="replace").decode())
         return Action(tuple(commands), done)
 
     def write(self, commands: Sequence[str], done: bool, plan: str = "") -> str:

@@ -104,13 +104,16 @@ def _check(options: argparse.Namespace) -> int:
         wrong += [f"a no-op {nop.outcome}"] if nop.outcome not in ("failed", "agent_timeout") else []
         wrong += [f"leak: {leak}" for leak in nop.leaks]
         good.append(not wrong)
-        if oracle.verdict and not wrong:
-            checks = oracle.verdict.checks.values()
-            wrong = [f"oracle {oracle.verdict.reward:g} ({sum(checks)}/{len(checks)} checks), no-op fails"]
+        told = [*oracle.task.notes, oracle.error, nop.error]
+        if oracle.verdict and nop.verdict and not wrong:
+            found, left = oracle.verdict.checks, sum(nop.verdict.checks.values())
+            counts = (f" ({len(found)} checks)", f" ({left} of them pass)") if found else ("", "")
+            wrong = [f"oracle {oracle.verdict.reward:g}{counts[0]}, no-op fails{counts[1]}"]
+            if oracle.task.checks not in (0, len(found)):
+                told.append(f"metadata.checks is {oracle.task.checks}, the report names {len(found)}")
         print(f"{'ok' if good[-1] else 'FAILED':7}" + _line(f"{oracle.task.name}: {'; '.join(wrong)}"))
-        for line in (*oracle.task.notes, oracle.error, nop.error):
-            if line:
-                print(f"       {_line(line)}")
+        for line in filter(None, dict.fromkeys(told)):
+            print(f"       {_line(line)}")
     return 0 if all(good) else 1
 
 

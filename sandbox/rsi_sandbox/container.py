@@ -77,6 +77,8 @@ class DockerSandbox:
     run, read = shell.run, shell.read
 
     def write(self, path: str, data: bytes) -> None:
+        if not path.startswith("/"):
+            raise ValueError(f"{path!r} is not an absolute path: write /app/{path}")
         self._api("put_archive", "/", pack([File(path, data, mtime=int(time.time()))]))
 
     def freeze(self) -> None:

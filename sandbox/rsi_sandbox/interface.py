@@ -20,7 +20,7 @@ class Sandbox(Protocol):
         ...
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file at an absolute path, making its directories."""
+        """Write a file at an absolute path (else ValueError), making its directories."""
         ...
 
     def freeze(self) -> None:

@@ -168,6 +168,8 @@ class LocalSandbox:
     run, read = shell.run, shell.read
 
     def write(self, path: str, data: bytes) -> None:
+        if not path.startswith("/"):
+            raise ValueError(f"{path!r} is not an absolute path: write /app/{path}")
         self._require_open()
         self._send({"op": "files"}, [File(path, data, mtime=int(time.time()))])
         self._confirm()

@@ -88,7 +88,9 @@ def _rewards(grade: Grade) -> dict[str, float]:
 
 def _reward(grade: Grade) -> float:
     if grade.reward is None:
-        raise SandboxError(f"the tests wrote no regular file reward.txt; they said: {grade.output[-2000:]!r}")
+        raise SandboxError(
+            f"the tests wrote no regular file /logs/verifier/reward.txt; they said: {grade.output[-2000:]!r}"
+        )
     try:
         value = float(grade.reward[:64].decode("ascii"))
     except ValueError:

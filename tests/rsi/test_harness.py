@@ -38,6 +38,7 @@ def test_bash_reads_what_it_writes(command: str) -> None:
         '{"commands": ["ls"]}',
         '{"plan": "none"}',
         "[1]",
+        '{"commands": ' + "[" * 100_000,
     ],
 )
 def test_terminus_explains_what_it_cannot_read(text: str) -> None:
@@ -50,6 +51,11 @@ def test_terminus_takes_text_around_the_object_and_several_commands() -> None:
     reply = {"analysis": "a", "plan": "b", "commands": [{"keystrokes": "cd x\n"}, {"keystrokes": "ls"}], "more": 1}
     action = get_harness("terminus").parse(f"Sure:\n{json.dumps(reply)}\nDone.")
     assert action == Action(("cd x", "ls"), False)
+
+
+def test_half_a_character_in_a_command_is_replaced() -> None:
+    action = get_harness("terminus").parse('{"commands": [{"keystrokes": "echo \\ud83d \\udc80 \\ud83d\\ude00"}]}')
+    assert action.commands == ("echo ? ? 😀",)
 
 
 @pytest.mark.parametrize("text", ["", "ls", "```\nls\n```", "```bash\nls\n```\n```bash\npwd\n```"])

@@ -1,5 +1,6 @@
 """The plan of a dry run: counts from a model without storage, memory that a real backward pass confirms."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from rsi.model import Critic, Layer, Mixing, Transformer, rotary
 from rsi.plan import (
     build,
     check,
+    check_here,
     kept_bytes,
     limit,
     lines,
@@ -120,7 +122,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         (line,) = done.stderr.splitlines()
         assert done.returncode == 2 and line.startswith("rsi: error: a rank needs 0.") and "has 0.00" in line
         assert bool(dry) == ("rank GiB" in done.stdout) and not list(tmp_path.iterdir())
-    one, two = (parse(["--ranks", ranks]) for ranks in "12")
+    one, two = (parse(["--ranks", ranks, "--dry-run"]) for ranks in "12")
     alone = limit(one)
     assert alone and 0.1 < alone < 1e5 and limit(two) is None and limit(replace(two, rank_gib=80)) == 80
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -131,7 +133,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_every_preset_has_a_plan(tmp_path: Path) -> None:
     for preset, model in (("tiny", "embedded"), ("qwen3-0.6b", "hub:Qwen/Qwen3-0.6B")):
-        config = parse(["--preset", preset, "--ranks", "2", "--runs", str(tmp_path)])
+        config = parse(["--preset", preset, "--ranks", "2", "--dry-run", "--runs", str(tmp_path)])
         plan = dict(lines(config, *build(model_config(config)), schedule(config)))
         assert plan["model"].startswith(model) and "a rank of 2" in plan["critic GiB"]
         assert "compared with what a rank has where that is given: --rank-gib" in plan["rank GiB"]
@@ -149,7 +151,7 @@ def test_every_preset_has_a_plan(tmp_path: Path) -> None:
     ],
 )
 def test_presets_fit_the_gpus_they_name(preset: str, ranks: int, gib: float, options: list[str]) -> None:
-    config = parse(["--preset", preset, "--ranks", str(ranks), *options])
+    config = parse(["--preset", preset, "--ranks", str(ranks), "--dry-run", *options])
     check(need(*build(model_config(config)), config, schedule(config)), gib)
 
 
@@ -171,3 +173,30 @@ def test_a_checkpoints_folder_names_its_model(tmp_path: Path) -> None:
         model_config(parse(["--init", str(tmp_path / "model"), "--rollout.max-length", "513"]))
     with pytest.raises(UserError, match="hub:a/b: its sizes are not known"):
         model_config(parse(["--init", "hub:a/b", "--dry-run"]))
+    with pytest.raises(UserError, match="--model: num_attention_heads 3 is no multiple of num_key_value_heads 2"):
+        model_config(parse(["--model.heads", "3"]))
+
+
+def test_a_checkpoint_that_cannot_chat_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    from test_chat import TOKENIZER
+
+    from rsi.weights import save_model
+
+    save_model(tmp_path / "model", perturbed(HYBRID), TOKENIZER)
+    config = parse(["--init", str(tmp_path / "model"), "--runs", str(tmp_path / "runs")])
+    check_here(config, schedule(config))
+    path = tmp_path / "model" / "tokenizer.json"
+    text = path.read_text()
+    for damaged, message in ((text.replace("<|im_end|>", "<end>"), "no token <|im_end|>"), (text[:99], "damaged")):
+        path.write_text(damaged)
+        with pytest.raises(UserError, match=re.escape(message)):
+            check_here(config, schedule(config))
+    path.write_text(text)
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"model\.safetensors: .* damaged"):
+        check_here(config, schedule(config))
+    path.unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
+        check_here(config, schedule(config))
+    assert not config.runs.exists()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rsi.rewards import family_scale, fdr, spr, terminal_rewards
 
 PROPERTY = settings(deadline=None, max_examples=200, derandomize=True)
-SCALE = st.floats(0.5, 40.0)
+SCALE = st.floats(0.5, 40.0) | st.just(0.0)
 CAP = st.floats(0.1, 3.0)
 
 
@@ -28,7 +28,7 @@ def test_fdr_is_bounded_and_grows_with_checks_passed(counts, scale, strict, cap)
         assert value == (1.0 if strict else 0.0)
         return
     assert 0.0 <= value <= cap
-    assert value == pytest.approx(min(passed / scale, cap))
+    assert value == pytest.approx(min(passed / (scale or total), cap))
     if passed < total:
         more = fdr(passed + 1, total, scale, strict, cap)
         assert more > value or value == more == cap
@@ -73,12 +73,12 @@ def test_scale_of_a_large_family_is_its_90th_percentile(sizes):
 @PROPERTY
 @given(st.lists(st.integers(0, 30), max_size=19))
 def test_scale_of_a_small_family_is_its_largest_checklist(sizes):
-    assert family_scale({"a": sizes}) == {"a": float(max(sizes, default=0)) or 1.0}
+    assert family_scale({"a": sizes}) == {"a": float(max(sizes, default=0))}
 
 
 def test_families_have_their_own_scale_and_tasks_without_a_report_do_not_count():
     scale = family_scale({"small": [2, 3], "large": [4] * 19 + [12], "edge": [4] * 18 + [12], "silent": [0, 0]})
-    assert scale == {"small": 3.0, "large": 4.0, "edge": 12.0, "silent": 1.0}
+    assert scale == {"small": 3.0, "large": 4.0, "edge": 12.0, "silent": 0.0}
     assert family_scale({"mixed": [0] * 15 + [5, 7]}) == {"mixed": 7.0}
 
 
@@ -87,7 +87,7 @@ def test_families_have_their_own_scale_and_tasks_without_a_report_do_not_count()
     [
         (lambda: fdr(5, 4, 1.0, True), "got 5 of 4"),
         (lambda: fdr(-1, 4, 1.0, True), "got -1 of 4"),
-        (lambda: fdr(1, 4, 0.0, True), "scale 0.0"),
+        (lambda: fdr(1, 4, -1.0, True), "scale must be at least 0"),
         (lambda: fdr(1, 4, 1.0, True, cap=-1.0), "cap -1.0"),
         (lambda: spr(1, 4, 1.0, True, bonus=-0.1), "-0.1"),
         (lambda: spr(1, 4, 1.0, False, partial=1.0), "1.0"),

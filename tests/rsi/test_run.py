@@ -343,9 +343,39 @@ def test_a_malformed_task_names_file_and_field(run: Path, tmp_path: Path) -> Non
     broken = next(tasks.rglob("train/hard/*/task.toml"))
     broken.write_text(broken.read_text().replace("timeout_sec = 60.0", 'timeout_sec = "soon"'))
     refused(train(tmp_path, "--tasks", str(tasks)), str(broken), "timeout_sec", "soon")
+    shutil.rmtree(broken.parent)
     shutil.rmtree(tasks / "eval" / "swr")
-    broken.unlink()
-    refused(train(tmp_path, "--tasks", str(tasks), "--name", "other"), "eval/swr")
+    for dry in ([], ["--dry-run"]):
+        refused(train(tmp_path, "--tasks", str(tasks), *dry), "eval/swr")
+    assert [path.name for path in tmp_path.iterdir()] == ["tasks"]
+
+
+def test_without_a_daemon_docker_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
+    refused(train(tmp_path, "--sandbox", "docker"), "daemon")
+    assert not list(tmp_path.iterdir())
+
+
+def test_published_tasks_are_measured_once_a_stage(run: Path, tmp_path: Path) -> None:
+    def measure(tasks: int) -> subprocess.CompletedProcess[str]:
+        evaluate = [sys.executable, "-m", "rsi.evaluate", ".", "--tasks", str(tasks)]
+        return subprocess.run(evaluate, cwd=folder, capture_output=True, text=True, check=False)
+
+    folder = tmp_path / run.name
+    shutil.copytree(run, folder)
+    last = folder / "stages" / "4-rpr2"
+    last.rename(tmp_path / "rpr2")
+    assert measure(1).returncode == 0
+    before = json.loads((folder / "published.json").read_text())
+    (tmp_path / "rpr2").rename(last)
+    done = measure(1)
+    assert done.returncode == 0 and "rpr2 measured" in done.stdout and "rsr1 measured" not in done.stdout
+    after = json.loads((folder / "published.json").read_text())
+    assert list(before) == STAGES[:4] and list(after) == STAGES and before.items() <= after.items()
+    refused(measure(2), "holds 1 tasks a suite, not 2")
+    refused(measure(0), "--tasks 0", "at least 1")
+    (folder / "published.json").write_text("{")
+    refused(measure(1), "published.json cannot be read")
 
 
 def test_zero_advantages_move_no_weight(run: Path, tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from rsi_sandbox import open_backend
+from rsi_sandbox import TaskError, open_backend
 from torch import nn
 
 from rsi import distributed
@@ -18,6 +19,7 @@ from rsi.config import UserError, parse
 from rsi.rpr import draw
 from rsi.session import check_backend, load_pool, prepare_tasks
 from rsi.stages import schedule
+from rsi.trajectory import Trajectory, read, to_json
 
 
 @pytest.fixture
@@ -51,6 +53,19 @@ def test_what_a_pool_refuses(arguments: list[str]) -> None:
     (first / "task.toml").write_text((second / "task.toml").read_text())
     with pytest.raises(UserError, match="both called"):
         load_pool(folder)
+    (first / "steps" / "one").mkdir(parents=True)
+    for name in ("instruction.md", "tests"):
+        (first / name).rename(first / "steps" / "one" / name)
+    (first / "task.toml").write_text('[[steps]]\nname = "one"\n')
+    with pytest.raises(UserError, match=rf"{first} has .*steps.*make each a task"):
+        load_pool(folder)
+    (first / "task.toml").unlink()
+    with pytest.raises(TaskError, match=rf"{first}/task\.toml"):
+        load_pool(folder)
+    shutil.rmtree(first)
+    shutil.rmtree(folder / "swr")
+    with pytest.raises(UserError, match="swr holds no task folder"):
+        load_pool(folder)
 
 
 def test_every_task_is_drawn_once_an_epoch_and_suites_alike(arguments: list[str]) -> None:
@@ -74,11 +89,11 @@ def test_a_killed_try_leaves_nothing_behind(arguments: list[str]) -> None:
     attempts.parent.mkdir(parents=True)
     attempts.write_text("{}\n")
     lines = [json.dumps({"stage": stage, "step": 1}) for stage in ("base", "rsr1")]
-    (run.folder / "metrics.jsonl").write_text(lines[0] + "\n" + lines[1] + "\n" + lines[1][:5])
+    (run.folder / "metrics.jsonl").write_text("damaged\n" + lines[0] + "\n" + lines[1] + "\n" + lines[1][:5])
     assert run.done() == {"base"}
     partial = run.begin(rsr1)
     assert partial.name.endswith(PARTIAL) and not list(partial.iterdir()) and not attempts.exists()
-    assert (run.folder / "metrics.jsonl").read_text() == lines[0] + "\n"
+    assert (run.folder / "metrics.jsonl").read_text() == "damaged\n" + lines[0] + "\n"
 
 
 def test_a_run_folder_has_one_owner(arguments: list[str]) -> None:
@@ -88,6 +103,38 @@ def test_a_run_folder_has_one_owner(arguments: list[str]) -> None:
         open_run(config)
     run.lock.close()
     open_run(config)
+
+
+def test_damaged_files_are_named(arguments: list[str]) -> None:
+    config = parse(arguments)
+    run = open_run(config)
+    run.begin(schedule(config)[0])
+    run.finish(schedule(config)[0], {"stage": "base"})
+    assert run.lock
+    run.lock.close()
+    for path, use in (
+        (run.path("base") / "stage.json", run.write_stages),
+        (run.folder / "config.json", lambda: open_run(config)),
+    ):
+        path.write_text(path.read_text()[:-3])
+        with pytest.raises(UserError, match=f"{path} cannot be read .*restore it, or delete {path.parent}"):
+            use()
+    attempts = run.folder / "kept.jsonl"
+    attempts.write_text(to_json(Trajectory("a", "f", "core", "terminus", 1)) + "\n{}\n")
+    with pytest.raises(UserError, match=f"{attempts}, line 2 cannot be read"):
+        list(read(attempts))
+    path.write_text("[]")
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        open_run(config)
+
+
+def test_more_rounds_may_follow_but_not_fewer(arguments: list[str]) -> None:
+    for rounds, held in (("2", 2), ("3", 3)):
+        run = open_run(parse([*arguments, "--rounds", rounds]))
+        assert run.lock and read_config(run.folder).rounds == held
+        run.lock.close()
+    with pytest.raises(UserError, match=r"rounds \(3 → 2\)"):
+        open_run(parse(arguments))
 
 
 def test_lines_of_a_stage_that_ran_since_outlive_a_cut(arguments: list[str]) -> None:

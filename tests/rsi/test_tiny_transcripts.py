@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsi.chat import Chat
-from rsi.config import Pretrain
+from rsi.config import INTERVALS, Pretrain
 from rsi.model import ModelConfig, Transformer
 from rsi.runbook import SECTIONS
 from rsi.tiny import build_tokenizer, optimizers, pretrain
@@ -181,8 +181,9 @@ def _cached():
 
 def test_the_tokenizer_is_the_same_every_time_and_too_small_a_one_is_refused(tokenizer):
     assert build_tokenizer().to_str() == tokenizer.to_str()
-    with pytest.raises(ValueError, match="too small"):
-        build_tokenizer(300)
+    with pytest.raises(ValueError, match="too small: at least 474 are needed"):
+        build_tokenizer(473)
+    assert INTERVALS["model.vocab_size"] == "[474, inf)", "so that the command line refuses it"
 
 
 def test_transcripts_are_short_enough(chat):

@@ -192,6 +192,8 @@ def test_control_sequences_are_stripped_in_a_sandbox(sandbox: Sandbox) -> None:
 
 
 def test_files(sandbox: Sandbox) -> None:
+    with pytest.raises(ValueError, match=r"'data\.bin' is not an absolute path"):
+        sandbox.write("data.bin", b"")
     sandbox.write("/app/deep/er/data.bin", b"\0\xff")
     assert sandbox.read("/app/deep/er/data.bin") == b"\0\xff"
     sandbox.run("mkfifo /app/pipe; ln -s /etc/passwd /app/link; echo 12345 > /app/five")

@@ -193,7 +193,11 @@ def test_a_build_ends_at_its_limit(tmp_path: Path, run: str) -> None:
 def test_check_command(backend: Backend, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = write_task(tmp_path / "good")
     assert main(["check", "--sandbox", backend.kind, str(good)]) == 0
-    assert "ok     good: oracle 1 (2/2 checks), no-op fails" in capsys.readouterr().out
+    assert "ok     good: oracle 1 (2 checks), no-op fails (1 of them pass)\n" in capsys.readouterr().out
+    toml = (good / "task.toml").read_text()
+    (good / "task.toml").write_text(toml.replace("checks = 2", "checks = 3"))
+    assert main(["check", "--sandbox", backend.kind, str(good)]) == 0
+    assert "metadata.checks is 3, the report names 2" in capsys.readouterr().out
     (good / "solution/solve.sh").write_text("true\n")
     assert main(["check", "--sandbox", backend.kind, str(good)]) == 1
     shutil.rmtree(good / "tests")
