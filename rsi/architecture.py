@@ -5,7 +5,7 @@ and 3.8 share. The last comes flat (``qwen3_5_text``) or nested under ``text_con
 is written.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,9 +134,7 @@ class ModelConfig:
             raise ValueError(f"model_type is {found!r}: only {', '.join(names)} are supported")
         rope = (text.get("rope_parameters") or {}) | (text.get("rope_scaling") or {})
         _refuse_other_settings(values, text, rope, family)
-        missing = [name for name in SIZES if text.get(name) is None]
-        if missing:
-            raise ValueError(f"{', '.join(missing)} missing from the model's config")
+        sizes = _sizes(text, SIZES)
         # What is missing is what transformers takes.
         heads = text["num_attention_heads"]
         default_share = 0.25 if family == "qwen3_5" else 1.0
@@ -145,7 +143,7 @@ class ModelConfig:
         # Where the two differ transformers heeds the outer one.
         tied = values.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
         return cls(
-            **{name: text[name] for name in SIZES},
+            **sizes,
             num_key_value_heads=text.get("num_key_value_heads") or heads,
             head_dim=text.get("head_dim") or {"qwen3": 128, "qwen3_5": 256}.get(family, text["hidden_size"] // heads),
             rms_norm_eps=text.get("rms_norm_eps", 1e-6),
@@ -156,7 +154,7 @@ class ModelConfig:
             eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
             partial_rotary_factor=share,
             layer_types=_layer_types(text, family),
-            **(_delta_sizes(text) if family == "qwen3_5" else {}),
+            **(_sizes(text, DELTA_SIZES) if family == "qwen3_5" else {}),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -214,11 +212,14 @@ def _layer_types(text: Mapping[str, Any], family: str) -> tuple[str, ...]:
     return () if set(types or ()) == {FULL} else tuple(types or ())
 
 
-def _delta_sizes(text: Mapping[str, Any]) -> dict[str, int]:
-    missing = [name for name in DELTA_SIZES if text.get(name) is None]
+def _sizes(text: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]:
+    missing = [name for name in names if text.get(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} missing from the model's config")
-    return {name: text[name] for name in DELTA_SIZES}
+    wrong = [f"{name} {text[name]!r}" for name in names if type(text[name]) is not int or text[name] < 1]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} in the model's config: must be a whole number from 1 on")
+    return {name: text[name] for name in names}
 
 
 PUBLISHED = {

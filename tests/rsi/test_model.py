@@ -223,6 +223,9 @@ def test_nested_hybrid_configs_are_read() -> None:
     del text["linear_key_head_dim"]
     with pytest.raises(ValueError, match="linear_key_head_dim missing"):
         ModelConfig.from_dict(text)
+    for wrong in ("64", 64.0, 0):
+        with pytest.raises(ValueError, match=f"hidden_size {wrong!r} .*whole number"):
+            ModelConfig.from_dict(HYBRID.to_dict() | {"hidden_size": wrong})
 
 
 def test_config_round_trip_and_missing_sizes() -> None:

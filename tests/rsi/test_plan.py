@@ -182,7 +182,7 @@ def test_a_checkpoint_that_cannot_chat_is_refused_before_anything_is_written(tmp
 
     from rsi.weights import save_model
 
-    save_model(tmp_path / "model", perturbed(HYBRID), TOKENIZER)
+    save_model(tmp_path / "model", perturbed(replace(HYBRID, max_position_embeddings=512)), TOKENIZER)
     config = parse(["--init", str(tmp_path / "model"), "--runs", str(tmp_path / "runs")])
     check_here(config, schedule(config))
     path = tmp_path / "model" / "tokenizer.json"
