@@ -136,14 +136,18 @@ class Session:
 
 
 def require_sound(what: str, records: Sequence[Trajectory], most: float = MAX_LOST) -> list[Trajectory]:
-    """The attempts that the machine did not fail; CannotGoOn where it failed more than the share `most`."""
+    """The attempts that the machine did not fail; CannotGoOn where it failed more than the share `most`, or where none
+    of the others has a single token to learn from."""
     broken = [record for record in records if record.end == "infra_error"]
     if len(broken) > most * len(records):
         raise CannotGoOn(
             f"{what}: {len(broken)} of {len(records)} attempts failed for the machine's reasons, more than {most:.0%};"
             f" the last: {broken[-1].error}"
         )
-    return [record for record in records if record.end != "infra_error"]
+    sound = [record for record in records if record.end != "infra_error"]
+    if sound and not any(any(record.action) for record in sound):
+        raise CannotGoOn(f"{what}: no attempt has room for a token: the prompts alone fill --rollout.max-length")
+    return sound
 
 
 @contextmanager

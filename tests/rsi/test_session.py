@@ -1,4 +1,4 @@
-"""Task pools and the run folder."""
+"""Task pools, the run folder, and which attempts a step may learn from."""
 
 import dataclasses
 import json
@@ -16,8 +16,9 @@ from torch import nn
 from rsi import distributed
 from rsi.checkpoint import PARTIAL, Progress, open_run, read_config
 from rsi.config import UserError, parse
+from rsi.guards import CannotGoOn
 from rsi.rpr import draw
-from rsi.session import check_backend, load_pool, prepare_tasks
+from rsi.session import check_backend, load_pool, prepare_tasks, require_sound
 from rsi.stages import schedule
 from rsi.trajectory import Trajectory, read, to_json
 
@@ -200,3 +201,13 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path) -> None:
     (first, *others) = [line for line in found if "error" in line]
     assert "cannot be saved" in first and len(others) == 2 and all("No space left" in line for line in others)
     assert "Traceback" not in done.stderr
+
+
+def test_a_step_none_of_whose_attempts_says_anything_ends_the_run() -> None:
+    full, spoke = (Trajectory("task", "family", "core", "terminus", number, end="length") for number in range(2))
+    for record in (full, spoke):
+        record.extend([1, 2, 3])
+    with pytest.raises(CannotGoOn, match=r"rpr1 joint step 1: no attempt .*--rollout\.max-length"):
+        require_sound("rpr1 joint step 1", [full])
+    spoke.extend([4], 0, [-1.0])
+    assert require_sound("rpr1 joint step 1", [full, spoke]) == [full, spoke]
