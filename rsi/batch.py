@@ -8,6 +8,7 @@ import heapq
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -119,8 +120,7 @@ def _check_record(index: int, trajectory: Trajectory) -> None:
         )
     if any(action and turn < 0 for action, turn in zip(trajectory.action, trajectory.turn, strict=True)):
         raise ValueError(f"trajectory {index} ({trajectory.task}): an action token has no turn")
-    before = [0, *trajectory.action]
-    spans = [turn for turn, *edge in zip(trajectory.turn, before, trajectory.action, strict=False) if edge == [0, 1]]
+    spans = [turn for (action, turn), _ in groupby(zip(trajectory.action, trajectory.turn, strict=True)) if action]
     if spans != sorted(set(spans)):
         raise ValueError(f"trajectory {index} ({trajectory.task}): its turns {spans} do not rise from one to the next")
 

@@ -86,6 +86,7 @@ class Run:
             text = metrics.read_bytes()
             # Beyond the saved length the whole lines of other stages stay: one may have run since.
             rest = [line for line in text[kept:].decode().splitlines(keepends=True) if line.endswith("\n")]
+            # By how it begins (`Log.step`): a damaged line is no reason to stop.
             others = [line for line in rest if not line.startswith(f'{{"stage": "{stage.name}"')]
             write_atomically(metrics, text[:kept].decode() + "".join(others))
         for name in files:

@@ -206,7 +206,7 @@ def main() -> None:
         require_numbers("tasks", arguments.tasks)
         records = evaluate_published(arguments.run, arguments.tasks)
     except (UserError, WeightsError, SandboxError) as problem:
-        fail(UserError(problem))
+        fail(problem)
     except KeyboardInterrupt:
         print("rsi: stopped; the same command goes on with the stage under way", file=sys.stderr)
         raise SystemExit(130) from None

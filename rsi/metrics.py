@@ -13,12 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rsi.report import open_console
 
-# What the one line a step shows, in this order, of whatever the step logged; and what two of them are called there.
-SHOWN = (
-    "actor/sft_loss", "reward/mean", "reward/strict", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl",
-    "critic/vf_explained_var", "rollout/turns", "rollout/logprob_gap", "timing_s/step",
-)  # fmt: skip
-LABELS = {"reward/mean": "reward", "timing_s/step": "seconds"}
+# What the one line a step shows, in this order, of whatever the step logged, and what it is called there.
+SHOWN = {
+    "actor/sft_loss": "sft_loss", "reward/mean": "reward", "reward/strict": "strict", "actor/entropy": "entropy",
+    "actor/pg_clipfrac": "pg_clipfrac", "actor/ppo_kl": "ppo_kl", "critic/vf_explained_var": "vf_explained_var",
+    "rollout/turns": "turns", "rollout/logprob_gap": "logprob_gap", "timing_s/step": "seconds",
+}  # fmt: skip
 
 
 class Log:
@@ -62,7 +62,7 @@ class Log:
         if self.metrics:
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
-        shown = (f"{LABELS.get(name, name.split('/')[-1])} {values[name]:.4g}" for name in SHOWN if name in values)
+        shown = (f"{label} {values[name]:.4g}" for name, label in SHOWN.items() if name in values)
         self.say(f"{stage} {phase} {step}/{of}  {'  '.join(shown)}")
 
     @contextlib.contextmanager

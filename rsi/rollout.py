@@ -46,14 +46,13 @@ class Engine:
 
 @dataclass
 class Attempt:
-    """One attempt under way; `said` are the ids of its last turn, `pending` those the policy has not read yet."""
+    """One attempt under way; `pending` are the ids the policy has not read yet."""
 
     job: Job
     slot: int
     sandbox: Future[Sandbox]
     record: Trajectory
     pending: list[int] = field(default_factory=list)
-    said: list[int] = field(default_factory=list)
     command_seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
 
@@ -143,7 +142,7 @@ def sample(active: Mapping[int, Attempt], engine: Engine, temperature: float) ->
     while engine.sampler.busy and (engine.settings.lockstep or not turns):
         turns |= engine.sampler.advance(engine.chat.stops, temperature)
     for slot, (ids, logprobs) in turns.items():
-        record, active[slot].said = active[slot].record, ids
+        record = active[slot].record
         record.extend(ids, turn=record.turns, logprob=logprobs)
         if not ids or ids[-1] not in engine.chat.stops:
             record.end = "length"
@@ -164,7 +163,7 @@ def acted(acting: dict[Future[None], Attempt], engine: Engine) -> list[Attempt]:
 def act(attempt: Attempt, harness: Harness, engine: Engine) -> None:
     """Run the turn's commands; leaves the observation in `pending`, or nothing and the end's reason."""
     record, attempt.pending = attempt.record, []
-    text = engine.chat.decode(attempt.said)
+    text = engine.chat.decode(record.said(record.turns))
     if record.end:  # cut by a token limit: nothing of the turn runs
         record.exchanges.append(Exchange((), text))
         return

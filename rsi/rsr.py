@@ -296,11 +296,10 @@ def batch_order(count: int, batch: int, epochs: int, seed: int) -> list[list[int
 
 def describe(funnel: dict[str, Any]) -> str:
     """The funnel as one line, what is counted by name in brackets."""
-    parts = []
-    for name, value in funnel.items():
-        inner = ", ".join(f"{key} {count}" for key, count in value.items()) if isinstance(value, dict) else ""
-        text = (
-            f"({inner or 'none'})" if isinstance(value, dict) else f"{value:.3f}" if isinstance(value, float) else value
-        )
-        parts.append(f"{name} {text}")
-    return "  ".join(parts)
+
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return f"({', '.join(f'{key} {count}' for key, count in value.items()) or 'none'})"
+        return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    return "  ".join(f"{name} {text(value)}" for name, value in funnel.items())

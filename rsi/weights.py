@@ -189,7 +189,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises no other
-        raise WeightsError(f"{path}: {error}: the file is damaged, copy it again") from error
+        raise _damaged(path, error) from error
 
 
 def load_chat(folder: Path, config: ModelConfig, thinking: bool = False) -> Chat:
@@ -314,7 +314,7 @@ def _places(folder: Path) -> dict[str, Path]:
         try:
             files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (KeyError, ValueError) as error:
-            raise WeightsError(f"{index}: {error!r}: the file is damaged, copy it again") from error
+            raise _damaged(index, error) from error
     else:
         files = [WEIGHTS]
     places = {}
@@ -341,7 +341,11 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise WeightsError(f"{path}: {error}: the file is damaged, copy it again") from error
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> WeightsError:
+    return WeightsError(f"{path}: {error}: the file is damaged, copy it again")
 
 
 def _shape(places: Mapping[str, Path], name: str) -> tuple[int, ...]:

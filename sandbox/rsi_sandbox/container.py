@@ -74,12 +74,10 @@ class DockerSandbox:
         self._stream: socket.socket = self._raw._sock
         self._stream.setblocking(False)
 
-    run, read = shell.run, shell.read
+    run, read, write = shell.run, shell.read, shell.write
 
-    def write(self, path: str, data: bytes) -> None:
-        if not path.startswith("/"):
-            raise ValueError(f"{path!r} is not an absolute path: write /app/{path}")
-        self._api("put_archive", "/", pack([File(path, data, mtime=int(time.time()))]))
+    def put(self, file: File) -> None:
+        self._api("put_archive", "/", pack([file]))
 
     def freeze(self) -> None:
         """Stop every process; returns when the daemon confirms it."""

@@ -165,13 +165,11 @@ class LocalSandbox:
         self._poll.register(self._out, select.POLLIN)
         self._poll.register(caller, select.POLLIN)
 
-    run, read = shell.run, shell.read
+    run, read, write = shell.run, shell.read, shell.write
 
-    def write(self, path: str, data: bytes) -> None:
-        if not path.startswith("/"):
-            raise ValueError(f"{path!r} is not an absolute path: write /app/{path}")
+    def put(self, file: File) -> None:
         self._require_open()
-        self._send({"op": "files"}, [File(path, data, mtime=int(time.time()))])
+        self._send({"op": "files"}, [file])
         self._confirm()
 
     def freeze(self) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from .records import FLOOD_BYTES, OUTPUT_BYTES, Result, SandboxError
+from .records import FLOOD_BYTES, OUTPUT_BYTES, File, Result, SandboxError
 from .task import Healthcheck
 
 if TYPE_CHECKING:
@@ -204,6 +204,10 @@ class Machine(Protocol):
         """Which of the suspected resources ("memory", "processes", "disk") did run out."""
         ...
 
+    def put(self, file: File) -> None:
+        """Write the file, making its directories."""
+        ...
+
     def fetch(self, path: str, limit: int) -> bytes | None:
         """Up to `limit` bytes of a regular file, or None."""
         ...
@@ -375,7 +379,7 @@ def wait_healthy(shell: "Shell | Sandbox", check: Healthcheck | None) -> None:
         time.sleep(check.interval)
 
 
-# These two are methods of both kinds of sandbox.
+# These three are methods of both kinds of sandbox.
 
 
 def run(self: Machine, command: str, timeout: float = 30.0, fresh: bool = False) -> Result:
@@ -390,3 +394,10 @@ def read(self: Machine, path: str, limit: int = 1 << 20) -> bytes:
     if data is None:
         raise FileNotFoundError(f"{path}: no regular file in the sandbox")
     return data
+
+
+def write(self: Machine, path: str, data: bytes) -> None:
+    """Write a file at an absolute path (else ValueError), making its directories."""
+    if not path.startswith("/"):
+        raise ValueError(f"{path!r} is not an absolute path: write /app/{path}")
+    self.put(File(path, data, mtime=int(time.time())))
