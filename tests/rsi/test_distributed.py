@@ -73,7 +73,7 @@ def test_ranks_and_micro_batches_change_nothing(tmp_path: Path, model: str, layo
             for name, before in one[network].items():
                 difference = torch.linalg.vector_norm(before - other[network][name])
                 assert difference <= 1e-5 * torch.linalg.vector_norm(before), (number, name)
-        assert apart(one["gradients"], other["gradients"]) <= 1e-5, number
+        assert len(one["gradients"]) > 30 and apart(one["gradients"], other["gradients"]) <= 1e-5, number
         for before, after in zip(one["metrics"], other["metrics"], strict=True):
             assert before.keys() == after.keys()
             for key in before:
