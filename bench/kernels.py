@@ -156,7 +156,7 @@ def delta_case(tokens: int, heads: int, channels: int, dtype: torch.dtype) -> Ca
 
 
 def layer_cases(tokens: int, width: int, dtype: torch.dtype) -> list[Case]:
-    """The trainer's own `rms_norm`, `rope` and `swiglu`, autograd functions in plain torch, beside torch's."""
+    """The trainer's own `rms_norm`, `rope` and `swiglu`, in plain torch, beside torch's."""
 
     def norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return (model.rms_norm(x, weight, 1e-6),)
@@ -171,22 +171,21 @@ def layer_cases(tokens: int, width: int, dtype: torch.dtype) -> list[Case]:
         first, second = x.chunk(2, -1)
         return (x * cos.to(x.dtype) + torch.cat((second, first), -1) * sin.to(x.dtype),)
 
-    def gate(x: Tensor) -> tuple[Tensor, ...]:
-        return (model.swiglu(x),)
+    def swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        return (model.swiglu(gate, up),)
 
-    def plain_gate(x: Tensor) -> tuple[Tensor, ...]:
-        opening, up = x.chunk(2, -1)
-        return (F.silu(opening) * up,)
+    def plain_swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        return (F.silu(gate) * up,)
 
-    angle = random(tokens, 1, 32, grad=False)
+    angle = random(tokens, 32, grad=False)
     cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
     x, weight = random(tokens, width, dtype=dtype), random(width, dtype=dtype)
-    heads, gates = random(tokens, width // 64, 64, dtype=dtype), random(tokens, 2 * width, dtype=dtype)
+    heads, gates = random(width // 64, tokens, 64, dtype=dtype), [random(tokens, width, dtype=dtype) for _ in range(2)]
     size, shape = 1.0 * x.numel() * x.element_size(), f"N {tokens}, D {width}, {dtype}".replace("torch.", "")
     return [
         Case("rms_norm (trainer)", shape, [x, weight], [], norm, {"reference": torch_norm}, bytes=5 * size),
         Case("rope (trainer)", shape, [heads], [cos, sin], turn, {"reference": plain_turn}, bytes=4 * size),
-        Case("swiglu (trainer)", shape, [gates], [], gate, {"reference": plain_gate}, bytes=8 * size),
+        Case("swiglu (trainer)", shape, gates, [], swiglu, {"reference": plain_swiglu}, bytes=8 * size),
     ]
 
 

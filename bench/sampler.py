@@ -78,7 +78,7 @@ def ceiling(model: Transformer, batch: int) -> float:
     """Tokens a second if a step were its matrix products alone, with the weights as the sampler has them."""
     matrices = [pack(model.head_weight)]
     for layer in model.model.layer_weights():
-        matrices += [layer.mixer.inputs, layer.mixer.output, layer.gate_up, layer.down]
+        matrices += [*layer.mixer.inputs.matrices, layer.mixer.output, *layer.gate_up.matrices, layer.down]
     inputs = {size: torch.randn(batch, size, dtype=model.head_weight.dtype) for size in {m.shape[1] for m in matrices}}
 
     def step() -> None:

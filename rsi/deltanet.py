@@ -13,21 +13,25 @@ from rsi_kernels import gated_delta_rule
 from torch import Tensor, nn
 
 from rsi.architecture import ModelConfig
-from rsi.packing import linear
+from rsi.packing import Projections, linear, pack
 
 Recur = Callable[[Tensor, Tensor, Tensor, Tensor, ModelConfig], Tensor]
 """Convolution and delta rule of one layer: qkv_BTC, taps_CW, gate_BTH, beta_BTH, config -> out_BTHV."""
 
 
 class DeltaWeights(NamedTuple):
-    """The tensors of one layer; `inputs` joins the projections to query, key and value, z, beta and decay."""
+    """The tensors of one layer; `inputs` projects to query, key and value in one, z, beta and decay."""
 
-    inputs: Tensor
+    inputs: Projections
     taps: Tensor
     rate: Tensor
     dt_bias: Tensor
     norm: Tensor
     output: Tensor
+
+    def joined(self) -> "DeltaWeights":
+        """The same for decoding."""
+        return self._replace(inputs=self.inputs.joined(), output=pack(self.output))
 
 
 class DeltaState(NamedTuple):
@@ -72,11 +76,11 @@ class DeltaNet(nn.Module):
         return torch.stack((-self.A_log.float().exp(), self.dt_bias.float()))
 
     def weights(self) -> DeltaWeights:
-        """The parameters, joined where they share an input (a copy of them, inside the graph)."""
+        """The parameters as `delta_net` wants them."""
         inputs = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
         rate, dt_bias = self()
         return DeltaWeights(
-            torch.cat([projection.weight for projection in inputs]),
+            Projections(tuple(projection.weight for projection in inputs)),
             self.conv1d.weight[:, 0],
             rate,
             dt_bias,
@@ -88,8 +92,7 @@ class DeltaNet(nn.Module):
 def delta_net(weights: DeltaWeights, x_BTD: Tensor, config: ModelConfig, recur: Recur) -> Tensor:
     """One layer: x_BTD -> out_BTD. Decay and memory are float32 whatever the type of `x_BTD`."""
     heads, values = config.linear_num_value_heads, config.linear_value_head_dim
-    sizes = (config.linear_channels, heads * values, heads, heads)
-    qkv_BTC, z, beta, decay = linear(x_BTD, weights.inputs).split(sizes, dim=-1)
+    qkv_BTC, z, beta, decay = weights.inputs(x_BTD)
     gate_BTH = weights.rate * F.softplus(decay.float() + weights.dt_bias)
     out_BTHV = recur(qkv_BTC, weights.taps, gate_BTH, beta.sigmoid(), config)
     out_BTHV = _gated_norm(out_BTHV, z.unflatten(-1, (heads, values)), weights.norm, config.rms_norm_eps)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from rsi.architecture import INITIAL_STD, LINEAR, ModelConfig
 from rsi.deltanet import DeltaNet, DeltaWeights, Recur, delta_net, without_state
-from rsi.packing import linear, pack
+from rsi.packing import Projections, linear, pack
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of one layer: q_BTHC, k_BTKC, v_BTKC -> out_BTHC."""
+"""Attention of one layer: q_BHTC, k_BKTC, v_BKTC -> out_BTHC."""
 
 
 def keep_freed_memory() -> bool:
@@ -39,130 +39,103 @@ def keep_freed_memory() -> bool:
 
 
 class _RMSNorm(torch.autograd.Function):
+    """Takes its input twice: float32 gradients through the product and through the norm are handed back one by one,
+    and so added to that of the residual in the order of transformers' (the sum has its bits).
+    """
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, x_again: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, inverse = _normalise(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
-        normalised = x * inverse
-        grad_weight = (grads[0] * normalised).flatten(0, -1 - weight.dim()).sum(0)
-        grad = grads[0] * weight
-        projection = torch.linalg.vecdot(grad.to(normalised.dtype), normalised).unsqueeze(-1)
-        grad_x = torch.addcmul(grad, normalised, projection.mul_(-1 / x.shape[-1])).mul_(inverse)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, -sin), None, None
+        grad = grads[0].to(inverse.dtype)
+        grad_weight = (grad * (x * inverse)).sum(tuple(range(x.dim() - 1)))
+        grad = grad * weight
+        slope = (grad * x).sum(-1, keepdim=True).mul_(-0.5).mul_(inverse.pow(3)).div_(x.shape[-1])
+        through_product, through_norm = grad.mul_(inverse), x * slope.mul_(2)
+        if x.dtype == inverse.dtype:
+            return through_product, through_norm, grad_weight.to(weight.dtype), None
+        return through_product.add_(through_norm).to(x.dtype), None, grad_weight.to(weight.dtype), None
 
 
 class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return _gated(gate_up)
+    """Keeps its inputs alone, not silu(gate)."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        out = torch.empty_like(gate_up)
-        out_gate, out_up = out.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), grads[0], out=out_up)
-        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=out_gate)
-        return out
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grads[0] * up, gate), F.silu(gate).mul_(grads[0])
 
 
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if x.dtype in (torch.bfloat16, torch.float16):
-        # In half precision the order of roundings is transformers': logits then equal its bit for bit. A half
-        # weight (Qwen2, Qwen3) multiplies what was rounded, a float32 one (Qwen3.5) what was not.
-        wide = x.float()
-        inverse = wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
-        return (wide * inverse).to(weight.dtype).mul_(weight).to(x.dtype), inverse
-    inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-    inverse = inverse.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return (x * inverse).mul_(weight), inverse
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    other = x.roll(x.shape[-1] // 2, -1)
-    if x.dtype in (torch.bfloat16, torch.float16):
-        return x * cos + other * sin
-    return (x * cos).addcmul_(other, sin)
-
-
-def _gated(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    # The order of roundings is transformers'. Sum and division are what torch's mean does, with less around it.
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    inverse = wide.pow(2).sum(-1, keepdim=True).div_(x.shape[-1]).add_(eps).rsqrt_()
+    # A half weight (Qwen2, Qwen3) multiplies what was rounded, a float32 one (Qwen3.5) what was not.
+    return (wide * inverse).to(weight.dtype).mul_(weight).to(x.dtype), inverse
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019), times `weight`, in the type of `x`."""
-    return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _normalise(x, weight, eps)[0]
+    return _RMSNorm.apply(x, x, weight, eps) if torch.is_grad_enabled() else _normalise(x, weight, eps)[0]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x` [..., C] turned by the angles of `rotary` [..., R], channel i paired with i + R/2; those from R on stay."""
-    turned = x[..., : cos.shape[-1]]
-    turned = _Rotate.apply(turned, cos, sin) if torch.is_grad_enabled() else _turn(turned, cos, sin)
-    return turned if cos.shape[-1] == x.shape[-1] else torch.cat((turned, x[..., cos.shape[-1] :]), -1)
+    size = cos.shape[-1]
+    turned = x if size == x.shape[-1] else x[..., :size]
+    turned = (turned * cos.to(x.dtype)).add_(turned.roll(size // 2, -1).mul_(sin.to(x.dtype)))
+    return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), -1)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020) of one tensor that holds both halves: [..., 2F] -> [..., F]."""
-    return _SwiGLU.apply(gate_up) if torch.is_grad_enabled() else _gated(gate_up)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020)."""
+    return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
 
 
 def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Rotary embedding (Su et al. 2021) of positions [...]: cosine and sine, float32 [..., 1, R].
+    """Rotary embedding (Su et al. 2021) of positions [...]: cosine and sine, float32 [..., R].
 
     R is the config's `rotary_dim`. The first half of the sines is negative, so that `rotate` needs no sign.
     """
     half = torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions.float()[..., None, None] / config.rope_theta ** (half / config.rotary_dim)
+    angles = positions.float()[..., None] * (1 / config.rope_theta ** (half / config.rotary_dim))
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def causal_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
+def causal_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor) -> Tensor:
     """Each token attends to itself and the tokens before it in its row; returns out_BTHC."""
-    out = F.scaled_dot_product_attention(
-        q_BTHC.transpose(1, 2),
-        k_BTKC.transpose(1, 2),
-        v_BTKC.transpose(1, 2),
-        is_causal=True,
-        enable_gqa=q_BTHC.shape[2] != k_BTKC.shape[2],
-    )
-    return out.transpose(1, 2)
+    grouped = q_BHTC.shape[1] != k_BKTC.shape[1]
+    return F.scaled_dot_product_attention(q_BHTC, k_BKTC, v_BKTC, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
-def packed_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, lengths: Sequence[int]) -> Tensor:
+def packed_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, lengths: Sequence[int]) -> Tensor:
     """`causal_attention` within each document of one row, their lengths given; none sees another."""
-    documents = (x.split(list(lengths), 1) for x in (q_BTHC, k_BTKC, v_BTKC))
+    documents = (x.split(list(lengths), 2) for x in (q_BHTC, k_BKTC, v_BKTC))
     return torch.cat([causal_attention(q, k, v) for q, k, v in zip(*documents, strict=True)], 1)
 
 
 class AttentionWeights(NamedTuple):
-    """`inputs` joins the projections to query, key, value and, in the hybrid, the output's gate."""
+    """`inputs` projects to query, key, value and, in the hybrid, the output's gate; `norms` are query's and key's."""
 
-    inputs: Tensor
-    bias: Tensor | None
-    qk_norm: Tensor | None
+    inputs: Projections
+    norms: tuple[Tensor, ...]
     output: Tensor
+
+    def joined(self, heads: Sequence[int]) -> "AttentionWeights":
+        """The same for decoding, where query and key, of so many heads, are one tensor."""
+        norms = [norm.expand(count, -1) for norm, count in zip(self.norms, heads, strict=False)]
+        return AttentionWeights(self.inputs.joined(together=2), (torch.cat(norms),) if norms else (), pack(self.output))
 
 
 class LayerWeights(NamedTuple):
@@ -171,13 +144,16 @@ class LayerWeights(NamedTuple):
     input_norm: Tensor
     mixer: AttentionWeights | DeltaWeights
     mlp_norm: Tensor
-    gate_up: Tensor
+    gate_up: Projections
     down: Tensor
 
-    def packed(self) -> "LayerWeights":
-        """The same, its matrices laid out for decoding (`rsi.packing`)."""
-        mixer = self.mixer._replace(inputs=pack(self.mixer.inputs), output=pack(self.mixer.output))
-        return self._replace(mixer=mixer, gate_up=pack(self.gate_up), down=pack(self.down))
+    def joined(self, config: ModelConfig) -> "LayerWeights":
+        """The same, its matrices joined and laid out for decoding (`rsi.packing`)."""
+        if isinstance(self.mixer, DeltaWeights):
+            mixer: AttentionWeights | DeltaWeights = self.mixer.joined()
+        else:
+            mixer = self.mixer.joined((config.num_attention_heads, config.num_key_value_heads))
+        return self._replace(mixer=mixer, gate_up=self.gate_up.joined(), down=pack(self.down))
 
 
 class Mixing(NamedTuple):
@@ -201,22 +177,23 @@ def apply_layer(
     else:
         mixed = _attention(weights.mixer, normed, cos_sin, config, mixing.attend)
     hidden_BTD = hidden_BTD + mixed
-    gate_up = linear(rms_norm(hidden_BTD, weights.mlp_norm, config.rms_norm_eps), weights.gate_up)
-    return hidden_BTD + linear(swiglu(gate_up), weights.down)
+    gate, up = weights.gate_up(rms_norm(hidden_BTD, weights.mlp_norm, config.rms_norm_eps))
+    return hidden_BTD + linear(swiglu(gate, up), weights.down)
 
 
 def _attention(
     weights: AttentionWeights, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], config: ModelConfig, attend: Attend
 ) -> Tensor:
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    gates = heads if config.hybrid else 0
-    joined = linear(x_BTD, weights.inputs, weights.bias).unflatten(-1, (-1, config.head_dim))
-    qk, v, gate = joined.split((heads + kv_heads, kv_heads, gates), dim=2)
-    if weights.qk_norm is not None:
-        qk = rms_norm(qk, weights.qk_norm, config.rms_norm_eps)
-    q, k = rotate(qk, *cos_sin).split((heads, kv_heads), dim=2)
-    out = attend(q, k, v).flatten(2)
-    if config.hybrid:
+    parts = [x.unflatten(-1, (-1, config.head_dim)) for x in weights.inputs(x_BTD)]
+    gate = parts.pop() if config.hybrid else None
+    *turned, v = parts  # query and key, where the weights are joined as one
+    if weights.norms:
+        turned = [rms_norm(x, norm, config.rms_norm_eps) for x, norm in zip(turned, weights.norms, strict=True)]
+    turned = [rotate(x.transpose(1, 2), *cos_sin) for x in turned]
+    heads = config.num_attention_heads, config.num_key_value_heads
+    q, k = turned[0].split(heads, 1) if len(turned) == 1 else turned
+    out = attend(q, k, v.transpose(1, 2)).flatten(2)
+    if gate is not None:
         out = out * gate.flatten(2).sigmoid()
     return linear(out, weights.output)
 
@@ -250,17 +227,14 @@ class _Attention(nn.Module):
             self.k_norm = Norm(channels, config.hybrid)
 
     def weights(self) -> AttentionWeights:
-        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        parts = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
+        inputs = (self.q_proj, self.k_proj, self.v_proj)
+        matrices = [projection.weight for projection in inputs]
         if self.config.hybrid:
-            query, gate = self.q_proj.weight.unflatten(0, (heads, 2, -1)).unbind(1)
-            parts = [query.flatten(0, 1), *parts[1:], gate.flatten(0, 1)]
-        bias = norm = None
-        if self.config.attention_bias:
-            bias = torch.cat((self.q_proj.bias, self.k_proj.bias, self.v_proj.bias))
-        if self.config.qk_norm:
-            norm = torch.cat((self.q_norm.scale.expand(heads, -1), self.k_norm.scale.expand(kv_heads, -1)))
-        return AttentionWeights(torch.cat(parts), bias, norm, self.o_proj.weight)
+            query, gate = matrices[0].unflatten(0, (self.config.num_attention_heads, 2, -1)).unbind(1)
+            matrices = [query.flatten(0, 1), *matrices[1:], gate.flatten(0, 1)]
+        biases = tuple(projection.bias for projection in inputs) if self.config.attention_bias else ()
+        norms = (self.q_norm.scale, self.k_norm.scale) if self.config.qk_norm else ()
+        return AttentionWeights(Projections(tuple(matrices), biases), norms, self.o_proj.weight)
 
 
 class _MLP(nn.Module):
@@ -286,13 +260,13 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(config.hidden_size, config.hybrid)
 
     def weights(self) -> LayerWeights:
-        """The parameters, those that share an input joined (a copy of them, inside the graph)."""
+        """The parameters as `apply_layer` wants them."""
         mixer = self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
         return LayerWeights(
             self.input_layernorm.scale,
             mixer.weights(),
             self.post_attention_layernorm.scale,
-            torch.cat((self.mlp.gate_proj.weight, self.mlp.up_proj.weight)),
+            Projections((self.mlp.gate_proj.weight, self.mlp.up_proj.weight)),
             self.mlp.down_proj.weight,
         )
 
@@ -317,7 +291,7 @@ class Trunk(nn.Module):
 
     def layer_weights(self) -> list[LayerWeights]:
         """`Layer.weights` of every layer, joined and packed once for many steps of decoding."""
-        return [cast(Layer, layer).weights().packed() for layer in self.layers]
+        return [cast(Layer, layer).weights().joined(self.config) for layer in self.layers]
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The norm between the last layer and the head."""

@@ -1,4 +1,7 @@
-"""Matrix products with weights laid out once for many uses, where a CPU's library gains by it."""
+"""Matrix products: weights that share an input, and weights laid out once for many uses where a CPU gains by it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,3 +33,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
+
+
+class Projections(NamedTuple):
+    """Matrices that read the same input: apart in training, where the gradients of the input then add up in the order
+    of transformers', one packed matrix in decoding, where every product streams its weights anew.
+
+    matrices: [O, D] each. biases: one a matrix, or none at all. sizes: where the output of a joined matrix is cut.
+    """
+
+    matrices: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """x [..., D] -> one [..., O] each."""
+        biases = self.biases or [None] * len(self.matrices)
+        outputs = [linear(x, matrix, bias) for matrix, bias in zip(self.matrices, biases, strict=True)]
+        return outputs[0].split(self.sizes, -1) if self.sizes else outputs
+
+    def joined(self, together: int = 1) -> "Projections":
+        """The same as one packed matrix (a copy); the first `together` outputs stay one."""
+        sizes = [len(matrix) for matrix in self.matrices]
+        return Projections(
+            (pack(torch.cat(self.matrices)),),
+            (torch.cat(self.biases),) if self.biases else (),
+            (sum(sizes[:together]), *sizes[together:]),
+        )

@@ -134,8 +134,8 @@ def memory(network: Transformer | Critic, config: Config) -> Memory:
 
 
 def kept_bytes(config: ModelConfig, kind: str, tokens: int, dtype: torch.dtype) -> int:
-    """`saved_bytes` of any number of tokens: its joined weights do not grow with them, all else does alike (attention
-    scores are not kept), the first chunk of the delta rule apart, which reads no state.
+    """`saved_bytes` of any number of tokens: weights that were reordered do not grow with them, all else does alike
+    (attention scores are not kept), the first chunk of the delta rule apart, which reads no state.
     """
     few, more = (saved_bytes(config, kind, sample, dtype) for sample in SAMPLES)
     return more + (more - few) * (tokens - SAMPLES[1]) // (SAMPLES[1] - SAMPLES[0])
@@ -174,7 +174,7 @@ def sampler_memory(actor: Transformer, config: Config) -> dict[str, int]:
         copy = Transformer(actor.config).to(getattr(torch, config.precision))
     sampler = Sampler(copy, slots, config.rollout.max_length)
     copied = sum(p.nbytes for p in copy.parameters()) if is_spread(config, config.ranks) else 0
-    weights = [tensor for tensor in tree_leaves(copy.model.layer_weights()) if tensor is not None]
+    weights = [leaf for leaf in tree_leaves(copy.model.layer_weights()) if isinstance(leaf, Tensor)]
     # Where they are packed, every matrix is a copy, the output's too; else only those that are joined.
     own = {parameter.untyped_storage()._cdata for parameter in copy.parameters()}
     packed = are_here(config) and packs(find_device(), copy.head_weight.dtype)

@@ -79,7 +79,7 @@ class Sampler:
         ]
         # Where each head's keys and values begin in an attention cache seen as [rows * 2K * capacity, C].
         heads = torch.arange(self.rows * 2 * model.config.num_key_value_heads, device=device)
-        self.heads = heads.view(self.rows, 1, -1) * self.capacity
+        self.heads = heads.view(self.rows, -1, 1) * self.capacity
         tables = rotary(torch.arange(self.capacity, device=device), model.config)
         self.cos, self.sin = (table.to(model.head_weight.dtype) for table in tables)
         self.slots = [_Slot(row) for row in range(slots)]
@@ -274,14 +274,14 @@ class Sampler:
         config = self.model.config
         span = min(self.capacity, _round_up(longest, LENGTH_STEP))
         mask = _mask(position_BT, 0 if fresh else span, self.model)
-        places = (self.heads[rows] + position_BT[..., None]).flatten()
-        cos_sin = self.cos[position_BT], self.sin[position_BT]
+        places = (self.heads[rows] + position_BT[:, None]).flatten()
+        cos_sin = self.cos[position_BT].unsqueeze(1), self.sin[position_BT].unsqueeze(1)
         hidden = self.model.model.embed_tokens(ids_BT)
         for weights, cache in zip(self.weights, self.caches, strict=True):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, cache: Cache = cache) -> Tensor:
                 (kept,) = cache
-                new = torch.cat((k, v), 2).view(-1, config.head_dim)
+                new = torch.cat((k, v), 1).view(-1, config.head_dim)
                 kept.view(-1, config.head_dim).index_copy_(0, places, new)
                 if fresh:
                     return causal_attention(q, k, v)
@@ -355,19 +355,18 @@ def _recurrence(cache: Cache, rows: Tensor | slice, count: Tensor, fresh: bool =
     return go_on
 
 
-def _attend_cached(q_BTHC: Tensor, keys_BKLC: Tensor, values_BKLC: Tensor, mask_B1SL: Tensor) -> Tensor:
-    """Attention over a cache, the heads of one key/value head folded into the query axis (S = T * H / K): out_BTHC."""
-    rows, width, heads, channels = q_BTHC.shape
-    kv_heads = keys_BKLC.shape[1]
-    folded = q_BTHC.view(rows, width, kv_heads, -1, channels).transpose(1, 2).reshape(rows, kv_heads, -1, channels)
+def _attend_cached(q_BHTC: Tensor, keys_BKLC: Tensor, values_BKLC: Tensor, mask_B1SL: Tensor) -> Tensor:
+    """Attention over a cache, the heads of one key/value head folded into the query axis (S = H / K * T): out_BTHC."""
+    rows, _, width, channels = q_BHTC.shape
+    folded = q_BHTC.reshape(rows, keys_BKLC.shape[1], -1, channels)
     out = F.scaled_dot_product_attention(folded, keys_BKLC, values_BKLC, mask_B1SL)
-    return out.view(rows, kv_heads, width, -1, channels).transpose(1, 2).reshape(rows, width, heads, channels)
+    return out.reshape(rows, -1, width, channels).transpose(1, 2)
 
 
 def _mask(position_BT: Tensor, span: int, model: Transformer) -> Tensor:
     """[B, 1, S, span] for `_attend_cached`: 0 where a query at its position may look, -inf beyond."""
     group = model.config.num_attention_heads // model.config.num_key_value_heads
-    position_BS = position_BT.repeat_interleave(group, 1)
+    position_BS = position_BT.repeat(1, group)
     hidden = torch.arange(span, device=position_BT.device) > position_BS[:, None, :, None]
     return torch.zeros(hidden.shape, dtype=model.head_weight.dtype, device=hidden.device).masked_fill_(
         hidden, -torch.inf

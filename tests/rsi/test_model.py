@@ -44,9 +44,13 @@ def test_logits_and_gradients_equal_transformers(tied: bool, config: ModelConfig
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
     next_token_loss(ours, ids).backward()
     next_token_loss(theirs, ids).backward()
-    wanted = dict(reference.named_parameters())
+    wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    if not config.hybrid:  # Qwen2 and Qwen3: to the last bit
+        assert torch.equal(ours, theirs)
+        differing = [name for name, own in actor.named_parameters() if not torch.equal(own.grad, wanted[name])]
+        assert not differing
     for name, parameter in actor.named_parameters():
-        error = (parameter.grad - wanted[name].grad).norm() / wanted[name].grad.norm()
+        error = (parameter.grad - wanted[name]).norm() / wanted[name].norm()
         assert error < 1e-4, (name, float(error))
 
 
@@ -129,10 +133,9 @@ def test_gradients_of_the_fused_functions() -> None:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-6), (random(2, 3, 8), random(8)))
-    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-6), (random(2, 3, 4, 6), random(4, 6)))
     cos, sin = (table.double() for table in rotary(torch.arange(3), replace(TINY, head_dim=8)))
-    assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), (random(2, 3, 4, 8),))
-    assert torch.autograd.gradcheck(swiglu, (random(2, 3, 10),))
+    assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), (random(2, 4, 3, 8),))
+    assert torch.autograd.gradcheck(swiglu, (random(2, 3, 5), random(2, 3, 5)))
 
 
 def test_a_new_model_is_drawn_from_the_global_generator() -> None:

@@ -65,7 +65,7 @@ def test_saved_bytes_are_those_of_a_real_pass(config: ModelConfig, kind: str) ->
 @pytest.mark.parametrize("kind", [FULL, LINEAR])
 @pytest.mark.parametrize("tokens", [192, 5184])
 def test_saved_bytes_of_any_length(kind: str, tokens: int) -> None:
-    wide = replace(HYBRID, intermediate_size=4096)  # joined weights as large as what the tokens keep
+    wide = replace(HYBRID, intermediate_size=4096)  # weights as large as what the tokens keep
     counted = saved_bytes(wide, kind, tokens, torch.bfloat16)
     assert kept_bytes(wide, kind, tokens, torch.bfloat16) == pytest.approx(counted, rel=0.01)
 
@@ -109,7 +109,7 @@ def test_the_weights_that_the_sampler_copies(config: ModelConfig) -> None:
         sampler = Sampler(actor, 1, 40)
         sample(sampler, [(sampler.open(0), [2])], 1, (), 1.0)
         own = {parameter.untyped_storage().data_ptr() for parameter in actor.parameters()}
-        made = [tensor for tensor in tree_leaves([sampler.weights, sampler.head]) if tensor is not None]
+        made = [t for t in tree_leaves([sampler.weights, sampler.head]) if isinstance(t, torch.Tensor)]
         copied = [t for t in made if t.is_mkldnn or t.untyped_storage().data_ptr() not in own]
         _, joined, _ = sampler_memory(actor, parse(["--precision", precision])).values()
         assert sum(tensor.numel() * tensor.element_size() for tensor in copied) == pytest.approx(joined, rel=0.02)
