@@ -38,19 +38,17 @@ def draw(
     distribution, as the trainer computes them. Temperature 0 takes the most likely token, with its log-prob at
     temperature 1. A token of probability 0 in float32 is never chosen, however close `uniform_N` comes to 1.
     """
-    scaled = logits_NV / temperature if temperature > 0 else logits_NV
-    log_total = scaled.logsumexp(-1, keepdim=True)
+    probability = (logits_NV / temperature if temperature not in (0, 1) else logits_NV).softmax(-1)
     if temperature > 0:
-        probability = _truncate((scaled - log_total).exp_(), top_p, top_k)
-        cumulative = probability.cumsum(-1, dtype=torch.float64)
+        cumulative = _truncate(probability, top_p, top_k).cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1]
         target = torch.minimum(uniform_N * total, torch.nextafter(total, torch.zeros_like(total)))
         chosen = torch.searchsorted(cumulative, target[:, None], right=True)
         # NaN logits find no place; they are reported by the caller, who sees a NaN log-prob.
         chosen = chosen.clamp_(max=logits_NV.shape[1] - 1)
     else:
-        chosen = scaled.argmax(-1, keepdim=True)
-    return chosen[:, 0], (scaled.gather(1, chosen) - log_total)[:, 0]
+        chosen = logits_NV.argmax(-1, keepdim=True)
+    return chosen[:, 0], probability.gather(1, chosen).log_()[:, 0]
 
 
 def _truncate(probability_NV: Tensor, top_p: float, top_k: int) -> Tensor:

@@ -79,7 +79,7 @@ class _SwiGLU(torch.autograd.Function):
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     # The order of roundings is transformers'. Sum and division are what torch's mean does, with less around it.
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    inverse = wide.pow(2).sum(-1, keepdim=True).div_(x.shape[-1]).add_(eps).rsqrt_()
+    inverse = (wide * wide).sum(-1, keepdim=True).div_(x.shape[-1]).add_(eps).rsqrt_()
     # A half weight (Qwen2, Qwen3) multiplies what was rounded, a float32 one (Qwen3.5) what was not.
     return (wide * inverse).to(weight.dtype).mul_(weight).to(x.dtype), inverse
 
