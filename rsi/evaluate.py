@@ -196,6 +196,7 @@ def main() -> None:
     from rsi_sandbox import SandboxError
 
     from rsi.config import UserError, fail, require_numbers
+    from rsi.guards import CannotGoOn
     from rsi.report import open_console, stage_table
 
     parser = argparse.ArgumentParser(prog="rsi.evaluate", description=evaluate_published.__doc__)
@@ -205,8 +206,12 @@ def main() -> None:
     try:
         require_numbers("tasks", arguments.tasks)
         records = evaluate_published(arguments.run, arguments.tasks)
-    except (UserError, WeightsError, SandboxError) as problem:
+    except (UserError, WeightsError) as problem:
         fail(problem)
+    except (SandboxError, OSError, CannotGoOn, FloatingPointError) as problem:
+        message = f"rsi: error: {problem}; the same command goes on with the stage under way"
+        print(message, file=sys.stderr)
+        raise SystemExit(1) from problem
     except KeyboardInterrupt:
         print("rsi: stopped; the same command goes on with the stage under way", file=sys.stderr)
         raise SystemExit(130) from None

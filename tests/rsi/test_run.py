@@ -376,6 +376,14 @@ def test_published_tasks_are_measured_once_a_stage(run: Path, tmp_path: Path) ->
     refused(measure(0), "--tasks 0", "at least 1")
     (folder / "published.json").write_text("{")
     refused(measure(1), "published.json cannot be read")
+    (folder / "published.json").write_text(json.dumps(before))
+    weights = last / "actor" / "model.safetensors"
+    diverged = {name: tensor * torch.nan for name, tensor in safetensors.torch.load_file(weights).items()}
+    safetensors.torch.save_file(diverged, weights, {"format": "pt"})
+    done = measure(1)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert "the model's logits are not finite" in line and "the same command goes on" in line
 
 
 def test_zero_advantages_move_no_weight(run: Path, tmp_path: Path) -> None:
