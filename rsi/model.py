@@ -184,7 +184,8 @@ def apply_layer(
 def _attention(
     weights: AttentionWeights, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], config: ModelConfig, attend: Attend
 ) -> Tensor:
-    parts = [x.unflatten(-1, (-1, config.head_dim)) for x in weights.inputs(x_BTD)]
+    rows, tokens, _ = x_BTD.shape
+    parts = [x.view(rows, tokens, -1, config.head_dim) for x in weights.inputs(x_BTD)]
     gate = parts.pop() if config.hybrid else None
     *turned, v = parts  # query and key, where the weights are joined as one
     if weights.norms:

@@ -29,7 +29,8 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`; the numbers of a packed weight are those of the weight, bit for bit."""
+    """`F.linear`; the numbers of a packed weight are those of the weight, in torch 2.13 bit for bit (2.11 adds up many
+    rows in another order)."""
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
