@@ -285,7 +285,7 @@ class Sampler:
                 kept.view(-1, config.head_dim).index_copy_(0, places, new)
                 if fresh:
                     return causal_attention(q, k, v)
-                keys, values = kept[rows, :, :span].chunk(2, 1)
+                keys, values = kept[rows, : k.shape[1], :span], kept[rows, k.shape[1] :, :span]
                 return _attend_cached(q, keys, values, mask)
 
             go_on = _recurrence(cache, rows, count, fresh)
