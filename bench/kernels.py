@@ -159,7 +159,7 @@ def layer_cases(tokens: int, width: int, dtype: torch.dtype) -> list[Case]:
     """The trainer's own `rms_norm`, `rope` and `swiglu`, in plain torch, beside torch's."""
 
     def norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return (model.rms_norm(x, weight, 1e-6),)
+        return (model.rms_norm(x, model.norm_weights(weight, 1e-6)),)
 
     def torch_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return (F.rms_norm(x, (width,), weight, 1e-6),)

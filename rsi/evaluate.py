@@ -209,8 +209,7 @@ def main() -> None:
     except (UserError, WeightsError) as problem:
         fail(problem)
     except (SandboxError, OSError, CannotGoOn, FloatingPointError) as problem:
-        message = f"rsi: error: {problem}; the same command goes on with the stage under way"
-        print(message, file=sys.stderr)
+        print(f"rsi: error: {problem}; the same command goes on with the stage under way", file=sys.stderr)
         raise SystemExit(1) from problem
     except KeyboardInterrupt:
         print("rsi: stopped; the same command goes on with the stage under way", file=sys.stderr)

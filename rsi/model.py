@@ -38,28 +38,42 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(mmap_threshold, 1 << 30) and mallopt(trim_threshold, 2**31 - 1))
 
 
+class NormWeights(NamedTuple):
+    """A norm's factors [..., D]; its size D and epsilon as tensors, which torch would else make anew at every call."""
+
+    scale: Tensor
+    size: Tensor
+    eps: Tensor
+
+
+def norm_weights(scale: Tensor, eps: float) -> NormWeights:
+    """What `rms_norm` wants of a norm over the last dimension of `scale`."""
+    size, epsilon = (torch.full((), number, device=scale.device) for number in (float(scale.shape[-1]), eps))
+    return NormWeights(scale, size, epsilon)
+
+
 class _RMSNorm(torch.autograd.Function):
     """Takes its input twice: float32 gradients through the product and through the norm are handed back one by one,
     and so added to that of the residual in the order of transformers' (the sum has its bits).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, x_again: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, inverse = _normalise(x, weight, eps)
-        ctx.save_for_backward(x, weight, inverse)
+    def forward(ctx: Any, x: Tensor, x_again: Tensor, scale: Tensor, size: Tensor, eps: Tensor) -> Tensor:
+        out, inverse = _normalise(x, NormWeights(scale, size, eps))
+        ctx.save_for_backward(x, scale, inverse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None]:
-        x, weight, inverse = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None, None]:
+        x, scale, inverse = ctx.saved_tensors
         grad = grads[0].to(inverse.dtype)
-        grad_weight = (grad * (x * inverse)).sum(tuple(range(x.dim() - 1)))
-        grad = grad * weight
+        grad_scale = (grad * (x * inverse)).sum(tuple(range(x.dim() - 1))).to(scale.dtype)
+        grad = grad * scale
         slope = (grad * x).sum(-1, keepdim=True).mul_(-0.5).mul_(inverse.pow(3)).div_(x.shape[-1])
         through_product, through_norm = grad.mul_(inverse), x * slope.mul_(2)
         if x.dtype == inverse.dtype:
-            return through_product, through_norm, grad_weight.to(weight.dtype), None
-        return through_product.add_(through_norm).to(x.dtype), None, grad_weight.to(weight.dtype), None
+            return through_product, through_norm, grad_scale, None, None
+        return through_product.add_(through_norm).to(x.dtype), None, grad_scale, None, None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -76,17 +90,17 @@ class _SwiGLU(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grads[0] * up, gate), F.silu(gate).mul_(grads[0])
 
 
-def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    # The order of roundings is transformers'. Sum and division are what torch's mean does, with less around it.
+def _normalise(x: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
+    # The order of roundings is transformers'; a sum divided by the size is what torch's mean is.
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    inverse = (wide * wide).sum(-1, keepdim=True).div_(x.shape[-1]).add_(eps).rsqrt_()
-    # A half weight (Qwen2, Qwen3) multiplies what was rounded, a float32 one (Qwen3.5) what was not.
-    return (wide * inverse).to(weight.dtype).mul_(weight).to(x.dtype), inverse
+    inverse = torch.addcdiv(norm.eps, (wide * wide).sum(-1, keepdim=True), norm.size).rsqrt_()
+    # A half factor (Qwen2, Qwen3) multiplies what was rounded, a float32 one (Qwen3.5) what was not.
+    return (wide * inverse).to(norm.scale.dtype).mul_(norm.scale).to(x.dtype), inverse
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019), times `weight`, in the type of `x`."""
-    return _RMSNorm.apply(x, x, weight, eps) if torch.is_grad_enabled() else _normalise(x, weight, eps)[0]
+def rms_norm(x: Tensor, norm: NormWeights) -> Tensor:
+    """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019), scaled, in the type of `x`."""
+    return _RMSNorm.apply(x, x, *norm) if torch.is_grad_enabled() else _normalise(x, norm)[0]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -129,30 +143,29 @@ class AttentionWeights(NamedTuple):
     """`inputs` projects to query, key, value and, in the hybrid, the output's gate; `norms` are query's and key's."""
 
     inputs: Projections
-    norms: tuple[Tensor, ...]
+    norms: tuple[NormWeights, ...]
     output: Tensor
 
     def joined(self, heads: Sequence[int]) -> "AttentionWeights":
         """The same for decoding, where query and key, of so many heads, are one tensor."""
-        norms = [norm.expand(count, -1) for norm, count in zip(self.norms, heads, strict=False)]
-        return AttentionWeights(self.inputs.joined(together=2), (torch.cat(norms),) if norms else (), pack(self.output))
+        scales = [norm.scale.expand(count, -1) for norm, count in zip(self.norms, heads, strict=False)]
+        norms = (self.norms[0]._replace(scale=torch.cat(scales)),) if scales else ()
+        return AttentionWeights(self.inputs.joined(together=2), norms, pack(self.output))
 
 
 class LayerWeights(NamedTuple):
     """The tensors of one layer as the layer's maths wants them."""
 
-    input_norm: Tensor
+    input_norm: NormWeights
     mixer: AttentionWeights | DeltaWeights
-    mlp_norm: Tensor
+    mlp_norm: NormWeights
     gate_up: Projections
     down: Tensor
 
     def joined(self, config: ModelConfig) -> "LayerWeights":
         """The same, its matrices joined and laid out for decoding (`rsi.packing`)."""
-        if isinstance(self.mixer, DeltaWeights):
-            mixer: AttentionWeights | DeltaWeights = self.mixer.joined()
-        else:
-            mixer = self.mixer.joined((config.num_attention_heads, config.num_key_value_heads))
+        heads = config.num_attention_heads, config.num_key_value_heads
+        mixer = self.mixer.joined() if isinstance(self.mixer, DeltaWeights) else self.mixer.joined(heads)
         return self._replace(mixer=mixer, gate_up=self.gate_up.joined(), down=pack(self.down))
 
 
@@ -171,13 +184,13 @@ def apply_layer(
     mixing: Mixing,
 ) -> Tensor:
     """One layer, the only place that defines its maths: hidden_BTD -> hidden_BTD."""
-    normed = rms_norm(hidden_BTD, weights.input_norm, config.rms_norm_eps)
+    normed = rms_norm(hidden_BTD, weights.input_norm)
     if isinstance(weights.mixer, DeltaWeights):
         mixed = delta_net(weights.mixer, normed, config, mixing.recur)
     else:
         mixed = _attention(weights.mixer, normed, cos_sin, config, mixing.attend)
     hidden_BTD = hidden_BTD + mixed
-    gate, up = weights.gate_up(rms_norm(hidden_BTD, weights.mlp_norm, config.rms_norm_eps))
+    gate, up = weights.gate_up(rms_norm(hidden_BTD, weights.mlp_norm))
     return hidden_BTD + linear(swiglu(gate, up), weights.down)
 
 
@@ -189,10 +202,10 @@ def _attention(
     gate = parts.pop() if config.hybrid else None
     *turned, v = parts  # query and key, where the weights are joined as one
     if weights.norms:
-        turned = [rms_norm(x, norm, config.rms_norm_eps) for x, norm in zip(turned, weights.norms, strict=True)]
+        turned = [rms_norm(x, norm) for x, norm in zip(turned, weights.norms, strict=True)]
     turned = [rotate(x.transpose(1, 2), *cos_sin) for x in turned]
     heads = config.num_attention_heads, config.num_key_value_heads
-    q, k = turned[0].split(heads, 1) if len(turned) == 1 else turned
+    q, k = turned if len(turned) == 2 else turned[0].split(heads, 1)
     out = attend(q, k, v.transpose(1, 2)).flatten(2)
     if gate is not None:
         out = out * gate.flatten(2).sigmoid()
@@ -200,16 +213,16 @@ def _attention(
 
 
 class Norm(nn.Module):
-    """A norm's weight; `centred` ones are stored around 0 and used as 1 + weight, in float32."""
+    """A norm's weight; the hybrid's are stored around 0 and used as 1 + weight, in float32."""
 
-    def __init__(self, size: int, centred: bool = False) -> None:
+    def __init__(self, size: int, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size) if centred else torch.ones(size))
-        self.centred = centred
+        self.weight = nn.Parameter(torch.zeros(size) if config.hybrid else torch.ones(size))
+        self.config = config
 
-    @property
-    def scale(self) -> Tensor:
-        return 1.0 + self.weight.float() if self.centred else self.weight
+    def weights(self) -> NormWeights:
+        scale = 1.0 + self.weight.float() if self.config.hybrid else self.weight
+        return norm_weights(scale, self.config.rms_norm_eps)
 
 
 class _Attention(nn.Module):
@@ -224,8 +237,8 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(size, config.num_key_value_heads * channels, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * channels, size, bias=False)
         if config.qk_norm:
-            self.q_norm = Norm(channels, config.hybrid)
-            self.k_norm = Norm(channels, config.hybrid)
+            self.q_norm = Norm(channels, config)
+            self.k_norm = Norm(channels, config)
 
     def weights(self) -> AttentionWeights:
         inputs = (self.q_proj, self.k_proj, self.v_proj)
@@ -234,7 +247,7 @@ class _Attention(nn.Module):
             query, gate = matrices[0].unflatten(0, (self.config.num_attention_heads, 2, -1)).unbind(1)
             matrices = [query.flatten(0, 1), *matrices[1:], gate.flatten(0, 1)]
         biases = tuple(projection.bias for projection in inputs) if self.config.attention_bias else ()
-        norms = (self.q_norm.scale, self.k_norm.scale) if self.config.qk_norm else ()
+        norms = (self.q_norm.weights(), self.k_norm.weights()) if self.config.qk_norm else ()
         return AttentionWeights(Projections(tuple(matrices), biases), norms, self.o_proj.weight)
 
 
@@ -257,16 +270,16 @@ class Layer(nn.Module):
         else:
             self.self_attn = _Attention(config)
         self.mlp = _MLP(config)
-        self.input_layernorm = Norm(config.hidden_size, config.hybrid)
-        self.post_attention_layernorm = Norm(config.hidden_size, config.hybrid)
+        self.input_layernorm = Norm(config.hidden_size, config)
+        self.post_attention_layernorm = Norm(config.hidden_size, config)
 
     def weights(self) -> LayerWeights:
         """The parameters as `apply_layer` wants them."""
         mixer = self.linear_attn if hasattr(self, "linear_attn") else self.self_attn
         return LayerWeights(
-            self.input_layernorm.scale,
+            self.input_layernorm.weights(),
             mixer.weights(),
-            self.post_attention_layernorm.scale,
+            self.post_attention_layernorm.weights(),
             Projections((self.mlp.gate_proj.weight, self.mlp.up_proj.weight)),
             self.mlp.down_proj.weight,
         )
@@ -283,7 +296,7 @@ class Trunk(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, kind) for kind in config.kinds)
-        self.norm = Norm(config.hidden_size, config.hybrid)
+        self.norm = Norm(config.hidden_size, config)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d):
                 nn.init.normal_(module.weight, std=INITIAL_STD)
@@ -296,7 +309,7 @@ class Trunk(nn.Module):
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """The norm between the last layer and the head."""
-        return rms_norm(hidden, self.norm.scale, self.config.rms_norm_eps)
+        return rms_norm(hidden, self.norm.weights())
 
     def forward(self, ids_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm, [B, T, D].

@@ -196,7 +196,7 @@ class Sampler:
             last[group] = self._prefill_group([fresh[index] for index in group], width)
         for slot in fresh:
             slot.length, slot.pending = slot.length + len(slot.pending), []
-        return self._logits(_pad_rows(last, _batch_size(len(fresh))))[: len(fresh)]
+        return self._logits(F.pad(last, (0, 0, 0, _batch_size(len(fresh)) - len(fresh))))[: len(fresh)]
 
     def _prefill_group(self, group: list[_Slot], width: int) -> Tensor:
         """Hidden states [slots, D] after the last pending id of each."""
@@ -371,10 +371,6 @@ def _mask(position_BT: Tensor, span: int, model: Transformer) -> Tensor:
     return torch.zeros(hidden.shape, dtype=model.head_weight.dtype, device=hidden.device).masked_fill_(
         hidden, -torch.inf
     )
-
-
-def _pad_rows(values: Tensor, rows: int) -> Tensor:
-    return F.pad(values, (0, 0, 0, rows - len(values)))
 
 
 def _batch_size(count: int) -> int:

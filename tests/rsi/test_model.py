@@ -10,7 +10,7 @@ from tiny_models import FAMILIES, HYBRID, TINY, perturbed
 
 from rsi.architecture import FULL, INITIAL_STD, LINEAR, ModelConfig
 from rsi.distributed import copy_of
-from rsi.model import Critic, Transformer, keep_freed_memory, rms_norm, rotary, rotate, swiglu
+from rsi.model import Critic, Transformer, keep_freed_memory, norm_weights, rms_norm, rotary, rotate, swiglu
 
 
 def oracle(actor: Transformer, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
@@ -132,7 +132,7 @@ def test_gradients_of_the_fused_functions() -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
-    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-6), (random(2, 3, 8), random(8)))
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, norm_weights(w, 1e-6)), (random(2, 3, 8), random(8)))
     cos, sin = (table.double() for table in rotary(torch.arange(3), replace(TINY, head_dim=8)))
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), (random(2, 4, 3, 8),))
     assert torch.autograd.gradcheck(swiglu, (random(2, 3, 5), random(2, 3, 5)))

@@ -89,7 +89,8 @@ def test_what_a_rank_samples_with() -> None:
     config = parse(["--rollout.max-length", "62", "--rollout.slots", "16", "--rpr.kl-coefficient", "0"])
     count, (_, joined, caches) = sum(p.numel() for p in actor.parameters()), sampler_memory(actor, config).values()
     assert caches == 3 * 16 * 64 * 2 * (2 * 16) * 4  # layers, rows, positions, keys and values, channels, bytes
-    assert joined == 4 * 3 * (128 * 32 + 6 * 16 + 2 * 64 * 32)  # query, key, value; their norms; gate and up
+    # Query, key, value; their norms; gate and up; two numbers for each of three norms.
+    assert joined == 4 * 3 * (128 * 32 + 6 * 16 + 2 * 64 * 32 + 2 * 3)
     base, rsr1, rpr1 = schedule(config)[:3]
     found = need(actor, Critic(TINY), config, [base, rsr1, rpr1])
     assert found.sampling == found.resident + joined + caches and found.training > found.resident > 32 * count * 0.8
