@@ -111,7 +111,7 @@ def measure(pair: Pair, batch: int, prompt: int, new: int, repeats: int) -> dict
         rates: dict[str, float] = {}
         for name, run in runs.items():
             first, whole = (seconds(partial(run, pair, prompts, count)) for count in (1, new))
-            rates[f"{name}_tok_s"] = batch * (new - 1) / (whole - first)
+            rates[f"{name}_tok_s"] = batch * (new - 1) / max(whole - first, 1e-9)
             rates[f"{name}_prefill_tok_s"] = batch * prompt / first
         rounds.append(rates | {"ratio": rates["ours_tok_s"] / rates["transformers_tok_s"]})
     found = {name: statistics.median(rates[name] for rates in rounds) for name in rounds[0]}

@@ -67,7 +67,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None, None]:
         x, scale, inverse = ctx.saved_tensors
         grad = grads[0].to(inverse.dtype)
-        grad_scale = (grad * (x * inverse)).sum(tuple(range(x.dim() - 1))).to(scale.dtype)
+        grad_scale = (grad * (x * inverse)).sum(tuple(range(x.dim() - scale.dim()))).to(scale.dtype)
         grad = grad * scale
         slope = (grad * x).sum(-1, keepdim=True).mul_(-0.5).mul_(inverse.pow(3)).div_(x.shape[-1])
         through_product, through_norm = grad.mul_(inverse), x * slope.mul_(2)
@@ -307,10 +307,6 @@ class Trunk(nn.Module):
         """`Layer.weights` of every layer, joined and packed once for many steps of decoding."""
         return [cast(Layer, layer).weights().joined(self.config) for layer in self.layers]
 
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """The norm between the last layer and the head."""
-        return rms_norm(hidden, self.norm.weights())
-
     def forward(self, ids_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm, [B, T, D].
 
@@ -333,7 +329,7 @@ class Trunk(nn.Module):
         cos_sin = rotary(position, self.config)
         for layer in self.layers:
             hidden_BTD = layer(hidden_BTD, cos_sin, mixing)
-        return self.final_norm(hidden_BTD)
+        return rms_norm(hidden_BTD, self.norm.weights())
 
 
 class Transformer(nn.Module):

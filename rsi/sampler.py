@@ -15,7 +15,7 @@ from torch import Tensor
 from rsi.architecture import FULL, ModelConfig
 from rsi.deltanet import DeltaState, Recur, recur
 from rsi.draws import draw, uniforms
-from rsi.model import LayerWeights, Mixing, Transformer, apply_layer, causal_attention, rotary
+from rsi.model import LayerWeights, Mixing, Transformer, apply_layer, causal_attention, rms_norm, rotary
 from rsi.packing import linear, pack
 
 Turn = tuple[list[int], list[float]]
@@ -87,7 +87,7 @@ class Sampler:
         self.waiting: list[int] = []
         self.active: list[int] = []
         self.weights: list[LayerWeights] = []
-        self.head = model.head_weight
+        self.norm, self.head = model.model.norm.weights(), model.head_weight
 
     def open(self, seed: int) -> int:
         """Take a free slot for one attempt, whose draws are those of `seed`; returns the slot."""
@@ -144,7 +144,8 @@ class Sampler:
         fresh = [index for index in self.waiting if index not in full]
         self.waiting = []
         if not self.active:
-            self.weights, self.head = self.model.model.layer_weights(), pack(self.model.head_weight)
+            self.weights = self.model.model.layer_weights()
+            self.norm, self.head = self.model.model.norm.weights(), pack(self.model.head_weight)
         going = [self.slots[index] for index in self.active]
         self.active += fresh
         if self.active:
@@ -294,7 +295,7 @@ class Sampler:
 
     def _logits(self, hidden_ND: Tensor) -> Tensor:
         """`Transformer.logits` of what the last layer gave."""
-        return linear(self.model.model.final_norm(hidden_ND), self.head).float()
+        return linear(rms_norm(hidden_ND, self.norm), self.head).float()
 
     def _move_to_front(self, active: Sequence[_Slot], size: int) -> None:
         """Exchange rows of the caches so that every active slot lies below `size`."""

@@ -133,6 +133,7 @@ def test_gradients_of_the_fused_functions() -> None:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
 
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, norm_weights(w, 1e-6)), (random(2, 3, 8), random(8)))
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, norm_weights(w, 1e-6)), (random(2, 3, 4, 6), random(4, 6)))
     cos, sin = (table.double() for table in rotary(torch.arange(3), replace(TINY, head_dim=8)))
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), (random(2, 4, 3, 8),))
     assert torch.autograd.gradcheck(swiglu, (random(2, 3, 5), random(2, 3, 5)))
