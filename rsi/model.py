@@ -107,7 +107,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`x` [..., C] turned by the angles of `rotary` [..., R], channel i paired with i + R/2; those from R on stay."""
     size = cos.shape[-1]
     turned = x if size == x.shape[-1] else x[..., :size]
-    turned = (turned * cos.to(x.dtype)).add_(turned.roll(size // 2, -1).mul_(sin.to(x.dtype)))
+    turned = (turned * cos).add_(turned.roll(size // 2, -1).mul_(sin))
     return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), -1)
 
 
@@ -116,15 +116,15 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
 
 
-def rotary(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Rotary embedding (Su et al. 2021) of positions [...]: cosine and sine, float32 [..., R].
+def rotary(positions: Tensor, config: ModelConfig, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Rotary embedding (Su et al. 2021) of positions [...]: cosine and sine [..., R], rounded to `dtype` at the end.
 
     R is the config's `rotary_dim`. The first half of the sines is negative, so that `rotate` needs no sign.
     """
     half = torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions.float()[..., None] * (1 / config.rope_theta ** (half / config.rotary_dim))
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
 def causal_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor) -> Tensor:
@@ -326,7 +326,7 @@ class Trunk(nn.Module):
                 partial(without_state, cu_seqlens=cu_seqlens),
             )
         hidden_BTD = self.embed_tokens(ids_BT)
-        cos_sin = rotary(position, self.config)
+        cos_sin = rotary(position, self.config, hidden_BTD.dtype)
         for layer in self.layers:
             hidden_BTD = layer(hidden_BTD, cos_sin, mixing)
         return rms_norm(hidden_BTD, self.norm.weights())

@@ -51,7 +51,7 @@ class Projections(NamedTuple):
         """x [..., D] -> one [..., O] each."""
         biases = self.biases or [None] * len(self.matrices)
         outputs = [linear(x, matrix, bias) for matrix, bias in zip(self.matrices, biases, strict=True)]
-        return outputs[0].split(self.sizes, -1) if self.sizes else outputs
+        return outputs[0].split_with_sizes(self.sizes, -1) if self.sizes else outputs
 
     def joined(self, together: int = 1) -> "Projections":
         """The same as one packed matrix (a copy); the first `together` outputs stay one."""

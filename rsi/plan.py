@@ -160,7 +160,7 @@ def saved_bytes(config: ModelConfig, kind: str, tokens: int, dtype: torch.dtype 
         weights = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
         hidden = torch.empty(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            layer(hidden, rotary(torch.arange(tokens), config), Mixing())
+            layer(hidden, rotary(torch.arange(tokens), config, dtype), Mixing())
         return sum(count for storage, count in storages.items() if storage not in weights)
 
 

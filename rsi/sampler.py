@@ -23,7 +23,7 @@ Turn = tuple[list[int], list[float]]
 Cache = tuple[Tensor, ...]
 """What one layer keeps of every row: keys and values in one tensor, or the two of a `DeltaState`."""
 
-LENGTH_STEP = 32
+LENGTH_STEP = 16
 """Decoding reads the cache up to the longest active row, rounded up to this."""
 PREFILL_STEP = 16
 """New ids are padded to a multiple of this."""
@@ -80,12 +80,14 @@ class Sampler:
         # Where each head's keys and values begin in an attention cache seen as [rows * 2K * capacity, C].
         heads = torch.arange(self.rows * 2 * model.config.num_key_value_heads, device=device)
         self.heads = heads.view(self.rows, -1, 1) * self.capacity
-        tables = rotary(torch.arange(self.capacity, device=device), model.config)
-        self.cos, self.sin = (table.to(model.head_weight.dtype) for table in tables)
+        positions = torch.arange(self.capacity, device=device)
+        self.cos, self.sin = rotary(positions, model.config, model.head_weight.dtype)
         self.slots = [_Slot(row) for row in range(slots)]
         self.slot_of_row: list[_Slot | None] = [*self.slots, *[None] * (self.rows - slots)]
         self.waiting: list[int] = []
         self.active: list[int] = []
+        self.window: tuple[int, int] = 0, 0
+        self.views: list[tuple[Tensor, Tensor] | None] = []
         self.weights: list[LayerWeights] = []
         self.norm, self.head = model.model.norm.weights(), model.head_weight
 
@@ -228,22 +230,21 @@ class Sampler:
         rows = torch.tensor([slot.row for slot in slots], device=device)
         position = self._positions(slots, size)
         ending = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
-        seeds, lengths = [slot.seed for slot in slots], [slot.length for slot in slots]
-        uniform = torch.zeros(size, dtype=torch.float64, device=device)
+        lengths = [slot.length for slot in slots]
         steps = min(slot.room(self.max_len) for slot in slots)
+        uniform = torch.zeros(steps, size, dtype=torch.float64, device=device)
+        uniform[:, rows] = uniforms([slot.seed for slot in slots], lengths, steps).T.to(device)
         found: list[tuple[Tensor, Tensor]] = []
         for step in range(steps):
-            uniform[rows] = uniforms(seeds, [length + step for length in lengths], 1)[:, 0].to(device)
-            chosen, logprob = draw(logits, uniform, temperature, top_p, top_k)
-            found.append((chosen[rows], logprob[rows]))
-            if step + 1 == steps or bool(torch.isin(found[-1][0], ending).any()):
+            found.append(draw(logits, uniform[step], temperature, top_p, top_k))
+            chosen = found[-1][0]
+            if step + 1 == steps or bool(torch.isin(chosen[rows], ending).any()):
                 break
             logits = self._decode_step(chosen, position, max(lengths) + step + 1)
-        ids = torch.stack([chosen for chosen, _ in found], 1).tolist()
-        logprobs = torch.stack([logprob for _, logprob in found], 1)
+        ids, logprobs = (torch.stack(drawn, 1)[rows] for drawn in zip(*found, strict=True))
         if not bool(logprobs.isfinite().all()):
             raise FloatingPointError("the model's logits are not finite: its weights have diverged")
-        for slot, new_ids, new_logprobs in zip(slots, ids, logprobs.tolist(), strict=True):
+        for slot, new_ids, new_logprobs in zip(slots, ids.tolist(), logprobs.tolist(), strict=True):
             slot.ids += new_ids
             slot.logprobs += new_logprobs
             slot.length += len(new_ids) - 1
@@ -278,20 +279,38 @@ class Sampler:
         places = (self.heads[rows] + position_BT[:, None]).flatten()
         cos_sin = self.cos[position_BT].unsqueeze(1), self.sin[position_BT].unsqueeze(1)
         hidden = self.model.model.embed_tokens(ids_BT)
-        for weights, cache in zip(self.weights, self.caches, strict=True):
+        views = self._views(rows, span)
+        for weights, cache, view in zip(self.weights, self.caches, views, strict=True):
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, cache: Cache = cache) -> Tensor:
+            def attend(
+                q: Tensor, k: Tensor, v: Tensor, cache: Cache = cache, view: tuple[Tensor, Tensor] | None = view
+            ) -> Tensor:
                 (kept,) = cache
                 new = torch.cat((k, v), 1).view(-1, config.head_dim)
                 kept.view(-1, config.head_dim).index_copy_(0, places, new)
                 if fresh:
                     return causal_attention(q, k, v)
-                keys, values = kept[rows, : k.shape[1], :span], kept[rows, k.shape[1] :, :span]
-                return _attend_cached(q, keys, values, mask)
+                return _attend_cached(q, *(view or _read(kept, rows, span)), mask)
 
             go_on = _recurrence(cache, rows, count, fresh)
             hidden = apply_layer(weights, hidden, cos_sin, config, Mixing(attend, go_on))
         return hidden
+
+    def _views(self, rows: Tensor | slice, span: int) -> Sequence[tuple[Tensor, Tensor] | None]:
+        """What a step of decoding `_read`s, by layer: views, which serve until rows or span change.
+
+        Nothing for a layer without attention, and nothing for chosen rows: theirs are copies.
+        """
+        if not isinstance(rows, slice):
+            return [None] * len(self.caches)
+        if self.window != (rows.stop, span):
+            self.window = rows.stop, span
+            kinds = self.model.config.kinds
+            self.views = [
+                _read(cache[0], rows, span) if kind == FULL else None
+                for kind, cache in zip(kinds, self.caches, strict=True)
+            ]
+        return self.views
 
     def _logits(self, hidden_ND: Tensor) -> Tensor:
         """`Transformer.logits` of what the last layer gave."""
@@ -362,6 +381,12 @@ def _attend_cached(q_BHTC: Tensor, keys_BKLC: Tensor, values_BKLC: Tensor, mask_
     folded = q_BHTC.reshape(rows, keys_BKLC.shape[1], -1, channels)
     out = F.scaled_dot_product_attention(folded, keys_BKLC, values_BKLC, mask_B1SL)
     return out.reshape(rows, -1, width, channels).transpose(1, 2)
+
+
+def _read(kept: Tensor, rows: Tensor | slice, span: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, K, span, C] of an attention cache's rows."""
+    heads = kept.shape[1] // 2
+    return kept[rows, :heads, :span], kept[rows, heads:, :span]
 
 
 def _mask(position_BT: Tensor, span: int, model: Transformer) -> Tensor:
