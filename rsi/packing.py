@@ -7,6 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_pointwise = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+# Resolved once: by its name alone every call of 30 microseconds would look for it for two.
+_packed_linear = None if _pointwise is None else _pointwise.default
+
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `pack` has another layout for such weights: bfloat16, on a CPU that oneDNN multiplies it on.
@@ -17,8 +21,10 @@ def packs(device: torch.device, dtype: torch.dtype) -> bool:
     """
     if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
-    needed = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
-    return all(hasattr(torch.ops.mkldnn, name) for name in needed) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    needed = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight")
+    if _packed_linear is None or not all(hasattr(torch.ops.mkldnn, name) for name in needed):
+        return False
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -32,7 +38,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`; the numbers of a packed weight are those of the weight, in torch 2.13 bit for bit (2.11 adds up many
     rows in another order)."""
     if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        assert _packed_linear is not None
+        return _packed_linear(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
 
