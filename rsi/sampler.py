@@ -394,9 +394,7 @@ def _mask(position_BT: Tensor, span: int, model: Transformer) -> Tensor:
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     position_BS = position_BT.repeat(1, group)
     hidden = torch.arange(span, device=position_BT.device) > position_BS[:, None, :, None]
-    return torch.zeros(hidden.shape, dtype=model.head_weight.dtype, device=hidden.device).masked_fill_(
-        hidden, -torch.inf
-    )
+    return torch.where(hidden, -torch.inf, 0.0).to(model.head_weight.dtype)
 
 
 def _batch_size(count: int) -> int:
