@@ -16,9 +16,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from . import artifacts, pty, shell
+from .interface import Backend
 from .records import (
     AGENT_PROCESSES,
     DISK_MB,
@@ -36,7 +37,7 @@ HOME = "/home/agent"
 _ANSWER_SECONDS = 60.0
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """Starts sandboxes through one small helper process, begun here; at most `starts` are being built at once."""
 
     kind = "local"
@@ -139,14 +140,8 @@ class LocalBackend:
             self._spawner.kill()
         self._spawner.wait()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class LocalSandbox:
+class LocalSandbox(shell.Machine):
     """One sandbox; its process 1 answers over `caller`. Used by one thread at a time."""
 
     def __init__(self, caller: socket.socket, message: dict[str, Any], files: Iterable[File]):
@@ -164,8 +159,6 @@ class LocalSandbox:
         self._poll = select.poll()
         self._poll.register(self._out, select.POLLIN)
         self._poll.register(caller, select.POLLIN)
-
-    run, read, write = shell.run, shell.read, shell.write
 
     def put(self, file: File) -> None:
         self._require_open()
@@ -235,12 +228,6 @@ class LocalSandbox:
                 os.close(descriptor)
             self._descriptors = []
         self._caller.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def wait(self, timeout: float) -> str:
         """The output of the sandbox's one process (a verifier's) once it has ended."""
