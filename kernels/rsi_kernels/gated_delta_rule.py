@@ -58,7 +58,27 @@ def gated_delta_rule(
 
     Source: Gated Delta Networks (arXiv 2412.06464); chunks in the WY form of arXiv 2406.06484.
     """
-    sequences = _check_arguments(query, key, value, gate, beta, initial_state, cu_seqlens)
+    if key.dim() != 4 or value.dim() != 4 or query.shape != key.shape or key.shape[:2] != value.shape[:2]:
+        shapes = [tuple(x.shape) for x in (query, key, value)]
+        raise ValueError(f"query and key must be [B, T, Hk, K] and value [B, T, H, V], got {shapes}")
+    if value.shape[2] % key.shape[2]:
+        raise ValueError(f"{value.shape[2]} value heads are no multiple of {key.shape[2]} key heads")
+    if gate.shape != value.shape[:3] or beta.shape != value.shape[:3]:
+        shapes = [tuple(x.shape) for x in (gate, beta)]
+        raise ValueError(f"gate and beta must be {tuple(value.shape[:3])}, got {shapes}")
+    sequences = value.shape[0]
+    if cu_seqlens is not None:
+        if value.shape[0] != 1:
+            raise ValueError(f"cu_seqlens needs all sequences in one row, got {value.shape[0]} rows")
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
+            raise ValueError(f"cu_seqlens must be integers [S+1], got shape {tuple(cu_seqlens.shape)}")
+        ends = int(cu_seqlens[0]), int(cu_seqlens[-1])
+        if ends != (0, value.shape[1]) or bool((cu_seqlens.diff() < 0).any()):
+            raise ValueError(f"cu_seqlens must rise from 0 to {value.shape[1]}, got {cu_seqlens.tolist()}")
+        sequences = cu_seqlens.numel() - 1
+    wanted = (sequences, value.shape[2], key.shape[3], value.shape[3])
+    if initial_state is not None and tuple(initial_state.shape) != wanted:
+        raise ValueError(f"initial_state must be {wanted}, got {tuple(initial_state.shape)}")
     if impl not in ("auto", "torch", "fla"):
         raise ValueError(f"impl must be auto, torch or fla, got {impl!r}")
     if impl == "auto":
@@ -74,10 +94,7 @@ def gated_delta_rule(
         rule = _flash_linear_attention(value.device)
         return rule(query, key, value, gate, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     inputs = query * query.shape[-1] ** -0.5, key, value, gate, beta
-    if initial_state is None:
-        state = value.new_zeros(sequences, value.shape[2], key.shape[3], value.shape[3])
-    else:
-        state = initial_state.to(wide)
+    state = value.new_zeros(wanted) if initial_state is None else initial_state.to(wide)
     if cu_seqlens is not None:
         out, state = _packed(inputs, state, cu_seqlens)
     else:
@@ -158,40 +175,6 @@ def _packed(inputs: Inputs, state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, 
     query, key, value, gate, beta = inputs
     out, state = chunked(pad(query), pad(key), pad(value), pad(gate), pad(beta), state)
     return out[sequence_T, column_T].unsqueeze(0), state
-
-
-def _check_arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> int:
-    """Number of sequences."""
-    if key.dim() != 4 or value.dim() != 4 or query.shape != key.shape or key.shape[:2] != value.shape[:2]:
-        shapes = [tuple(x.shape) for x in (query, key, value)]
-        raise ValueError(f"query and key must be [B, T, Hk, K] and value [B, T, H, V], got {shapes}")
-    if value.shape[2] % key.shape[2]:
-        raise ValueError(f"{value.shape[2]} value heads are no multiple of {key.shape[2]} key heads")
-    if gate.shape != value.shape[:3] or beta.shape != value.shape[:3]:
-        shapes = [tuple(x.shape) for x in (gate, beta)]
-        raise ValueError(f"gate and beta must be {tuple(value.shape[:3])}, got {shapes}")
-    sequences = value.shape[0]
-    if cu_seqlens is not None:
-        if value.shape[0] != 1:
-            raise ValueError(f"cu_seqlens needs all sequences in one row, got {value.shape[0]} rows")
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
-            raise ValueError(f"cu_seqlens must be integers [S+1], got shape {tuple(cu_seqlens.shape)}")
-        ends = int(cu_seqlens[0]), int(cu_seqlens[-1])
-        if ends != (0, value.shape[1]) or bool((cu_seqlens.diff() < 0).any()):
-            raise ValueError(f"cu_seqlens must rise from 0 to {value.shape[1]}, got {cu_seqlens.tolist()}")
-        sequences = cu_seqlens.numel() - 1
-    wanted = (sequences, value.shape[2], key.shape[3], value.shape[3])
-    if initial_state is not None and tuple(initial_state.shape) != wanted:
-        raise ValueError(f"initial_state must be {wanted}, got {tuple(initial_state.shape)}")
-    return sequences
 
 
 @cache

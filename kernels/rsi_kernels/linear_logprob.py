@@ -86,19 +86,24 @@ def _forward(
     else:
         accumulate = _accumulate
     kept = _kept(target, ignore_index)
-    rows = [_take(x, kept) for x in (hidden, target)]
+    h_ND, target_N = (_take(x, kept) for x in (hidden, target))
     scale = _take(temperature, kept) if temperature.numel() > 1 else temperature
     if not hidden.is_cuda:
-        _check_targets(rows[1], scale, weight.shape[0])
+        outside = target_N[(target_N < 0) | (target_N >= weight.shape[0])]
+        if outside.numel():
+            raise ValueError(f"target {int(outside[0])} is outside the vocabulary of {weight.shape[0]}")
+        if not bool((scale > 0).all()):
+            raise ValueError(f"temperature must be above 0, got {float(scale.min())}")
     wide = wide_dtype(hidden)
-    found = torch.zeros(3, rows[1].numel(), device=hidden.device, dtype=wide)
-    for chunk in _chunks(rows[1].numel(), weight.shape[0], hidden):
+    found = torch.zeros(3, target_N.numel(), device=hidden.device, dtype=wide)
+    rows, width = tile(weight.shape[0], hidden.is_cuda)
+    for chunk in _cut(target_N.numel(), rows):
         state = torch.zeros(4, chunk.stop - chunk.start, device=hidden.device, dtype=wide)
         state[0] = -torch.inf
         factor = scale[chunk] if scale.numel() > 1 else scale
-        for columns in _slices(weight.shape[0], hidden):
-            logits_nv = _matmul(rows[0][chunk], weight[columns].T)
-            accumulate(logits_nv, rows[1][chunk], factor, columns.start, state)
+        for columns in _cut(weight.shape[0], width):
+            logits_nv = _matmul(h_ND[chunk], weight[columns].T)
+            accumulate(logits_nv, target_N[chunk], factor, columns.start, state)
         peak, total, energy, chosen = state
         found[0, chunk] = chosen - peak - total.log()
         found[1, chunk] = total.log() - energy / total
@@ -141,10 +146,11 @@ def _backward(
     wide = wide_dtype(hidden)
     d_hidden = torch.zeros(h_ND.shape if need_hidden else (0,), device=hidden.device, dtype=wide)
     d_weight = torch.zeros(weight.shape if need_weight else (0,), device=hidden.device, dtype=weight.dtype)
-    for columns in _slices(weight.shape[0], hidden):
+    rows, width = tile(weight.shape[0], hidden.is_cuda)
+    for columns in _cut(weight.shape[0], width):
         w_vD = weight[columns]
         d_weight_vD = torch.zeros(w_vD.shape if need_weight else (0,), device=hidden.device, dtype=wide)
-        for chunk in _chunks(target_N.numel(), weight.shape[0], hidden):
+        for chunk in _cut(target_N.numel(), rows):
             logits_nv = _matmul(h_ND[chunk], w_vD.T)
             factor = scale[chunk] if scale.numel() > 1 else scale
             parts = [None if x is None else x[chunk] for x in upstream]
@@ -243,14 +249,6 @@ def _take(x: Tensor, kept: Tensor | None) -> Tensor:
     return x if kept is None else x.index_select(0, kept)
 
 
-def _check_targets(target: Tensor, temperature: Tensor, vocabulary: int) -> None:
-    outside = target[(target < 0) | (target >= vocabulary)]
-    if outside.numel():
-        raise ValueError(f"target {int(outside[0])} is outside the vocabulary of {vocabulary}")
-    if not bool((temperature > 0).all()):
-        raise ValueError(f"temperature must be above 0, got {float(temperature.min())}")
-
-
 def tile(vocabulary: int, cuda: bool) -> tuple[int, int]:
     """(tokens of a chunk, columns of a slice): 4 bytes times both stay within the tile's budget."""
     budget, columns = (GPU_TILE_BYTES, GPU_SLICE) if cuda else (CPU_TILE_BYTES, CPU_SLICE)
@@ -258,14 +256,8 @@ def tile(vocabulary: int, cuda: bool) -> tuple[int, int]:
     return max(1, budget // (4 * columns)), columns
 
 
-def _chunks(tokens: int, vocabulary: int, like: Tensor) -> list[slice]:
-    size = tile(vocabulary, like.is_cuda)[0]
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-
-
-def _slices(vocabulary: int, like: Tensor) -> list[slice]:
-    size = tile(vocabulary, like.is_cuda)[1]
-    return [slice(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
+def _cut(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:

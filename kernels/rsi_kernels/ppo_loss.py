@@ -104,13 +104,43 @@ def _op(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss [N], its derivative [N], sums [5] in the order of `PpoLoss`); a dual clip of 0 is none."""
-    inputs = (logprob, old_logprob, advantage, mask, importance_weight, reference_logprob)
-    factors = (clip_low, clip_high, dual_clip, kl_coefficient, kl_kind)
     if use_triton(impl, logprob):
         from .losses_triton import ppo_loss as launch
 
-        return launch(inputs, factors)
-    return _torch(inputs, factors)
+        inputs = (logprob, old_logprob, advantage, mask, importance_weight, reference_logprob)
+        return launch(inputs, (clip_low, clip_high, dual_clip, kl_coefficient, kl_kind))
+    wide = wide_dtype(logprob)
+
+    def read(x: Tensor) -> Tensor:
+        return x.to(wide) if mask is None else torch.where(mask, x, 0.0).to(wide)
+
+    def limit(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+        return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), log_ratio.abs() <= LOG_RATIO_LIMIT
+
+    new, advantage = read(logprob), read(advantage)
+    log_ratio, moves = limit(new - read(old_logprob))
+    ratio = log_ratio.exp()
+    loss = -advantage * ratio
+    derivative = torch.where(moves, loss, 0.0)
+    held = -advantage * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    clipped = held > loss
+    loss, derivative = torch.where(clipped, held, loss), torch.where(clipped, 0.0, derivative)
+    bounded = torch.zeros_like(clipped)
+    if dual_clip:
+        bound = -advantage * dual_clip
+        bounded = (advantage < 0) & (loss > bound)
+        loss, derivative = torch.where(bounded, bound, loss), torch.where(bounded, 0.0, derivative)
+    if importance_weight is not None:
+        loss, derivative = loss * read(importance_weight), derivative * read(importance_weight)
+    sums = [loss.sum(), clipped.sum(), bounded.sum(), -log_ratio.sum(), loss.new_zeros(())]
+    if reference_logprob is not None:
+        away, moves = limit(new - read(reference_logprob))
+        estimate, slope = kl_estimate(away, kl_kind)
+        loss = loss + kl_coefficient * estimate
+        moves = moves if mask is None else moves & mask  # k1's slope is 1 whatever the inputs
+        derivative = derivative + torch.where(moves, kl_coefficient * slope, 0.0)
+        sums[4] = estimate.sum()
+    return loss, derivative, torch.stack([x.to(wide) for x in sums])
 
 
 @_op.register_fake
@@ -143,43 +173,3 @@ def kl_estimate(log_ratio: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         return 0.5 * log_ratio.square(), log_ratio
     inverse = (-log_ratio).exp()
     return inverse - 1.0 + log_ratio, 1.0 - inverse
-
-
-def _torch(
-    inputs: tuple[Tensor | None, ...], factors: tuple[float, float, float, float, str]
-) -> tuple[Tensor, Tensor, Tensor]:
-    logprob, old_logprob, advantage, mask, weight, reference = inputs
-    assert logprob is not None and old_logprob is not None and advantage is not None
-    clip_low, clip_high, dual_clip, kl_coefficient, kl_kind = factors
-    wide = wide_dtype(logprob)
-
-    def read(x: Tensor) -> Tensor:
-        return x.to(wide) if mask is None else torch.where(mask, x, 0.0).to(wide)
-
-    def limit(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-        return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), log_ratio.abs() <= LOG_RATIO_LIMIT
-
-    new, advantage = read(logprob), read(advantage)
-    log_ratio, moves = limit(new - read(old_logprob))
-    ratio = log_ratio.exp()
-    loss = -advantage * ratio
-    derivative = torch.where(moves, loss, 0.0)
-    held = -advantage * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    clipped = held > loss
-    loss, derivative = torch.where(clipped, held, loss), torch.where(clipped, 0.0, derivative)
-    bounded = torch.zeros_like(clipped)
-    if dual_clip:
-        bound = -advantage * dual_clip
-        bounded = (advantage < 0) & (loss > bound)
-        loss, derivative = torch.where(bounded, bound, loss), torch.where(bounded, 0.0, derivative)
-    if weight is not None:
-        loss, derivative = loss * read(weight), derivative * read(weight)
-    sums = [loss.sum(), clipped.sum(), bounded.sum(), -log_ratio.sum(), loss.new_zeros(())]
-    if reference is not None:
-        away, moves = limit(new - read(reference))
-        estimate, slope = kl_estimate(away, kl_kind)
-        loss = loss + kl_coefficient * estimate
-        moves = moves if mask is None else moves & mask  # k1's slope is 1 whatever the inputs
-        derivative = derivative + torch.where(moves, kl_coefficient * slope, 0.0)
-        sums[4] = estimate.sum()
-    return loss, derivative, torch.stack([x.to(wide) for x in sums])

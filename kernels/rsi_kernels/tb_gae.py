@@ -329,22 +329,14 @@ def _returns_by_token(
     trace_N[row_bounds[1:] - 1] = 0.0
     next_value_N = value_N.roll(-1)
     next_value_N[row_bounds[1:] - 1] = 0.0
-    delta_N = reward_N + discount_N * next_value_N - value_N
-    return _scan_backward(trace_N, delta_N, int(row_bounds.diff().max())) + value_N
-
-
-def _scan_backward(factor: Tensor, term: Tensor, longest: int) -> Tensor:
-    """Solve y[i] = term[i] + factor[i] * y[i+1] in log2(longest) vector steps.
-
-    factor is 0 at the last element of every segment, of which none has more than `longest` elements.
-    """
-    reach, total = factor.clone(), term.clone()
-    span = 1
+    advantage_N = reward_N + discount_N * next_value_N - value_N
+    # A[i] = delta[i] + trace[i] A[i+1] in log2(longest row) vector steps: traces are 0 where rows end.
+    longest, span = int(row_bounds.diff().max()), 1
     while span < longest:
-        total[:-span] += reach[:-span] * total[span:]
-        reach[:-span] = reach[:-span] * reach[span:]
+        advantage_N[:-span] += trace_N[:-span] * advantage_N[span:]
+        trace_N[:-span] = trace_N[:-span] * trace_N[span:]
         span *= 2
-    return total
+    return advantage_N + value_N
 
 
 def _nonzero(x: Tensor) -> Tensor:

@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 
 from . import SandboxError, TaskError, docker_modules, load_task, open_backend
 from .dockerfile import STAND_INS
 from .interface import Backend
 from .shell import clean
-from .trial import Trial, new_trial, run_trial, summary, with_verifier
+from .trial import Trial, new_trial, run_trial, summary
 
 
 def main(arguments: list[str]) -> int:
@@ -77,7 +78,8 @@ def _image(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     tasks = [load_task(folder) for folder in options.tasks]
     if options.verifier:
-        tasks = [with_verifier(task, options.verifier) for task in tasks]
+        only = "a snapshot can be made by docker only" if options.verifier == "snapshot" else ""
+        tasks = [replace(task, mode=options.verifier, docker_only=task.docker_only or only) for task in tasks]
     folder = options.out / datetime.datetime.now().strftime("%Y-%m-%d__%H-%M-%S.%f")
     try:
         folder.mkdir(parents=True)

@@ -336,9 +336,7 @@ class Init:
             if size < 0:
                 os.makedirs(path, exist_ok=True)
             else:
-                parent = os.path.dirname(path)
-                if not os.path.isdir(parent):
-                    os.makedirs(parent)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
                 descriptor = os.open(path, flags, 0o600)
                 with open(descriptor, "wb", buffering=0) as target:

@@ -12,7 +12,7 @@ import struct
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import docker.errors
 import requests.exceptions
@@ -59,7 +59,7 @@ exit $(((memory > 0) + 2 * (n > 0) + 4 * (free * size < 1048576)))
 """
 
 
-class DockerSandbox:
+class DockerSandbox(shell.Machine):
     """One container. Used by one thread at a time."""
 
     def __init__(self, backend: "DockerBackend", name: str, user: str, variables: dict[str, str]):
@@ -73,8 +73,6 @@ class DockerSandbox:
         self._raw = backend.client.api.attach_socket(name, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
         self._stream: socket.socket = self._raw._sock
         self._stream.setblocking(False)
-
-    run, read, write = shell.run, shell.read, shell.write
 
     def put(self, file: File) -> None:
         self._api("put_archive", "/", pack([file]))
@@ -176,12 +174,6 @@ class DockerSandbox:
             self._stream.close()
             self._raw.close()
             self._backend.remove(self._name)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def send(self, data: bytes, deadline: float) -> None:
         self._require_open()

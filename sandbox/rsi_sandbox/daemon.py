@@ -8,7 +8,7 @@ import shlex
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import docker
 import docker.errors
@@ -18,6 +18,7 @@ from . import artifacts, shell, toolchain
 from .archive import pack
 from .container import API_SECONDS, FAILURES, OUTER, DockerSandbox
 from .image import build_image, find_base, make_base
+from .interface import Backend
 from .records import AGENT_PROCESSES, REPORT_BYTES, RESULT_FILES, File, Grade, SandboxError, Snapshot
 from .task import Task
 
@@ -37,7 +38,7 @@ def make_images(toolchain_too: bool) -> None:
         raise SandboxError(f"no Docker daemon answers ({str(error).splitlines()[0]}): start one") from None
 
 
-class DockerBackend:
+class DockerBackend(Backend):
     """Starts containers; at most `starts` are being created at once (a two-core daemon starts 5 to 7 a second)."""
 
     kind = "docker"
@@ -246,12 +247,6 @@ class DockerBackend:
             live = list(self._live)
         for name in live:
             self.remove(name)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _namespace() -> str:

@@ -7,7 +7,6 @@ screen; here it is the exit status of run-tests.sh, which pytest sets, cross-che
 """
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def load_legacy(folder: Path) -> Task:
     image = read_dockerfile(folder)
     workdir = image.workdir or WORKDIR
     variables = (image.variables if not image.docker_only else {}) | _service(folder)
-    task = Task(
+    return Task(
         folder=folder.resolve(),
         name=folder.resolve().name,
         instruction=instruction,
@@ -58,21 +57,15 @@ def load_legacy(folder: Path) -> Task:
         agent_timeout=fields.positive("max_agent_timeout_sec", 360.0),
         verifier_timeout=fields.positive("max_test_timeout_sec", 60.0),
         artifacts=(workdir,),
-        memory_mb=2048,
-        network=False,
-        environment=(),
         tests=tuple(tests),
         variables=tuple(variables.items()),
         base=image.base,
         docker_only=f"{config}: a Terminal-Bench 1 task is verified in a snapshot, which only docker can make",
-        family="",
-        suite="",
-        checks=0,
         mode="snapshot",
         build_folder=folder.resolve(),
         solution=tuple(solution),
+        notes=tuple(f"task.yaml: {name}: not read" for name in fields.unread()),  # last: of what is read above
     )
-    return replace(task, notes=tuple(f"task.yaml: {name}: not read" for name in fields.unread()))
 
 
 def is_private(name: str) -> bool:

@@ -1,7 +1,6 @@
 """The local backend: Linux namespaces, no daemon. What it isolates and what it does not: see the README."""
 
 import contextlib
-import fcntl
 import io
 import json
 import os
@@ -16,9 +15,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from . import artifacts, pty, shell
+from .interface import Backend
 from .records import (
     AGENT_PROCESSES,
     DISK_MB,
@@ -36,7 +36,7 @@ HOME = "/home/agent"
 _ANSWER_SECONDS = 60.0
 
 
-class LocalBackend:
+class LocalBackend(Backend):
     """Starts sandboxes through one small helper process, begun here; at most `starts` are being built at once."""
 
     kind = "local"
@@ -67,7 +67,7 @@ class LocalBackend:
     def start(self, task: Task) -> "LocalSandbox":
         variables = shell.environment(dict(task.variables), HOME)
         arguments = [*shell.SHELL, shell.driver(task.workdir, variables), "bash"]
-        sandbox = self._build(task, task.environment, arguments, variables, task.agent_timeout, agent=True)
+        sandbox = self._build(task, task.environment, arguments, variables, agent=True)
         shell.begin(sandbox, task.healthcheck)
         return sandbox
 
@@ -75,27 +75,17 @@ class LocalBackend:
         kept = artifacts.outside(task.environment, task.artifacts)
         files = [*kept, *left, File("/logs/verifier", None, 0o755), File("/tests", None, 0o755), *task.tests]
         variables = shell.environment({**dict(task.variables), **dict(task.verifier_variables)}, "/root")
-        arguments = ["/bin/bash", "/tests/test.sh"]
-        sandbox = self._build(task, files, arguments, variables, task.verifier_timeout, agent=False)
-        try:
+        with self._build(task, files, ["/bin/bash", "/tests/test.sh"], variables, agent=False) as sandbox:
             output = sandbox.wait(task.verifier_timeout)
             sandbox.stop()
             reward, report, rewards = (sandbox.fetch(path, REPORT_BYTES) for path in RESULT_FILES)
             return Grade(reward, report, output, rewards)
-        finally:
-            sandbox.close()
 
     def forget(self, snapshot: Snapshot) -> None:
         raise AssertionError("the local backend makes no snapshots")
 
     def _build(
-        self,
-        task: Task,
-        files: Iterable[File],
-        arguments: list[str],
-        variables: dict[str, str],
-        seconds: float,
-        agent: bool,
+        self, task: Task, files: Iterable[File], arguments: list[str], variables: dict[str, str], agent: bool
     ) -> "LocalSandbox":
         if task.docker_only:
             raise TaskError(task.docker_only)
@@ -103,7 +93,6 @@ class LocalBackend:
             raise TaskError(
                 f"{task.folder / 'task.toml'}: environment.network_mode: the local backend has no network; use docker"
             )
-        megabytes = 1 << 20
         message = {
             "agent": agent,
             "workdir": task.workdir,
@@ -112,8 +101,8 @@ class LocalBackend:
             "disk_mb": DISK_MB,
             "limits": {
                 "RLIMIT_NPROC": AGENT_PROCESSES,
-                "RLIMIT_AS": task.memory_mb * megabytes,
-                "RLIMIT_CPU": int(seconds) + 1,
+                "RLIMIT_AS": task.memory_mb << 20,
+                "RLIMIT_CPU": int(task.agent_timeout if agent else task.verifier_timeout) + 1,
                 "RLIMIT_CORE": 0,
                 "RLIMIT_NOFILE": 1024,
             },
@@ -135,18 +124,11 @@ class LocalBackend:
 
     def close(self) -> None:
         self._control.close()
-        if self._spawner.poll() is None:
-            self._spawner.kill()
+        self._spawner.kill()
         self._spawner.wait()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class LocalSandbox:
+class LocalSandbox(shell.Machine):
     """One sandbox; its process 1 answers over `caller`. Used by one thread at a time."""
 
     def __init__(self, caller: socket.socket, message: dict[str, Any], files: Iterable[File]):
@@ -164,8 +146,6 @@ class LocalSandbox:
         self._poll = select.poll()
         self._poll.register(self._out, select.POLLIN)
         self._poll.register(caller, select.POLLIN)
-
-    run, read, write = shell.run, shell.read, shell.write
 
     def put(self, file: File) -> None:
         self._require_open()
@@ -204,7 +184,7 @@ class LocalSandbox:
     def terminal(self, rows: int = 40, columns: int = 160) -> pty.Screen:
         master, slave = os.openpty()
         try:
-            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+            termios.tcsetwinsize(slave, (rows, columns))
             self._require_open()
             self._send({"op": "terminal", "arguments": ["/bin/bash", "-l"]})
             socket.send_fds(self._caller, [b"\0"], [slave])
@@ -235,12 +215,6 @@ class LocalSandbox:
                 os.close(descriptor)
             self._descriptors = []
         self._caller.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def wait(self, timeout: float) -> str:
         """The output of the sandbox's one process (a verifier's) once it has ended."""

@@ -13,7 +13,7 @@ import select
 import shlex
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from .records import FLOOD_BYTES, OUTPUT_BYTES, File, Result, SandboxError
 from .task import Healthcheck
@@ -181,38 +181,52 @@ _SIGNS = {
 
 
 class Machine(Protocol):
-    """What both kinds of sandbox give their shell. All methods raise SandboxError when the sandbox is dead.
-
-    `shell` is set by `begin`, never in a verifier's sandbox.
+    """What both kinds of sandbox give their shell, and what they share. All methods raise SandboxError when the sandbox
+    is dead. `shell` is set by `begin`, never in a verifier's sandbox.
     """
 
     shell: "Shell | None"
 
     def send(self, data: bytes, deadline: float) -> None:
         """Write to the shell's input; raises TimeoutError at the deadline."""
-        ...
 
     def receive(self, seconds: float) -> bytes:
         """What has arrived, waiting at most `seconds`; empty when nothing did."""
-        ...
 
     def script(self, text: str, *arguments: str) -> int:
         """Exit status of a bash script run beside the agent's processes, by one who may kill them."""
-        ...
 
     def exhausted(self, suspected: set[str]) -> tuple[str, ...]:
         """Which of the suspected resources ("memory", "processes", "disk") did run out."""
-        ...
 
     def put(self, file: File) -> None:
         """Write the file, making its directories."""
-        ...
 
     def fetch(self, path: str, limit: int) -> bytes | None:
         """Up to `limit` bytes of a regular file, or None."""
-        ...
 
     def close(self) -> None: ...
+
+    def run(self, command: str, timeout: float = 30.0, fresh: bool = False) -> Result:
+        assert self.shell, "a verifier's sandbox has no shell"
+        return self.shell.run(command, timeout, fresh)
+
+    def read(self, path: str, limit: int = 1 << 20) -> bytes:
+        data = self.fetch(path, limit)
+        if data is None:
+            raise FileNotFoundError(f"{path}: no regular file in the sandbox")
+        return data
+
+    def write(self, path: str, data: bytes) -> None:
+        if not path.startswith("/"):
+            raise ValueError(f"{path!r} is not an absolute path: write /app/{path}")
+        self.put(File(path, data, mtime=int(time.time())))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def write_all(descriptor: int, data: bytes, deadline: float, witness: int = -1) -> None:
@@ -377,27 +391,3 @@ def wait_healthy(shell: "Shell | Sandbox", check: Healthcheck | None) -> None:
             said = result.output[-500:]
             raise SandboxError(f"the health check {check.command!r} failed {failures} times: {said!r}")
         time.sleep(check.interval)
-
-
-# These three are methods of both kinds of sandbox.
-
-
-def run(self: Machine, command: str, timeout: float = 30.0, fresh: bool = False) -> Result:
-    """Run a command in the persistent shell, or with `fresh` in a new one; `timeout` in seconds."""
-    assert self.shell, "a verifier's sandbox has no shell"
-    return self.shell.run(command, timeout, fresh)
-
-
-def read(self: Machine, path: str, limit: int = 1 << 20) -> bytes:
-    """The first `limit` bytes of a regular file; links are not followed. FileNotFoundError where there is none."""
-    data = self.fetch(path, limit)
-    if data is None:
-        raise FileNotFoundError(f"{path}: no regular file in the sandbox")
-    return data
-
-
-def write(self: Machine, path: str, data: bytes) -> None:
-    """Write a file at an absolute path (else ValueError), making its directories."""
-    if not path.startswith("/"):
-        raise ValueError(f"{path!r} is not an absolute path: write /app/{path}")
-    self.put(File(path, data, mtime=int(time.time())))

@@ -10,6 +10,7 @@ import os
 import re
 import tomllib
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,16 +54,16 @@ class Task:
     agent_timeout: float
     verifier_timeout: float
     artifacts: tuple[str, ...]
-    memory_mb: int
-    network: bool
-    environment: tuple[File, ...] = field(repr=False)
     tests: tuple[File, ...] = field(repr=False)
     variables: Pairs
     base: str
     docker_only: str
-    family: str
-    suite: str
-    checks: int
+    environment: tuple[File, ...] = field(default=(), repr=False)
+    memory_mb: int = 2048
+    network: bool = False
+    family: str = ""
+    suite: str = ""
+    checks: int = 0
     mode: Literal["artifacts", "snapshot"] = "artifacts"
     excluded: tuple[str, ...] = ()
     cpus: float = 0.0
@@ -146,17 +147,16 @@ class Fields:
                 raise self.error(key, name, "is not a variable's name", "use letters, digits and _")
             if not isinstance(value, str | int | float) or isinstance(value, bool) or "\0" in str(value):
                 raise self.error(f"{key}.{name}", value, "is not text", "put it in quotes")
-            pairs.append((name, re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", self._from_host(f"{key}.{name}"), str(value))))
+            pairs.append(
+                (name, re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", partial(self._from_host, f"{key}.{name}"), str(value)))
+            )
         return tuple(pairs)
 
-    def _from_host(self, key: str) -> Any:
-        def fill(found: re.Match[str]) -> str:
-            value = os.environ.get(found[1], found[2])
-            if value is None:
-                raise self.error(key, found[0], "is not set here", f"export {found[1]} or give a default with :-")
-            return value
-
-        return fill
+    def _from_host(self, key: str, found: re.Match[str]) -> str:
+        value = os.environ.get(found[1], found[2])
+        if value is None:
+            raise self.error(key, found[0], "is not set here", f"export {found[1]} or give a default with :-")
+        return value
 
     def error(self, key: str, value: Any, what: str, remedy: str) -> TaskError:
         return TaskError(f"{self.file}: {self.prefix}{key}: {value!r} {what}; {remedy}")
@@ -182,8 +182,7 @@ class _Reader:
         environment, agent, verifier = root.table("environment"), root.table("agent"), root.table("verifier")
         image, prebuilt = self._image(environment)
         paths, excluded = self._artifacts(root, image.workdir)
-        own = Fields(self.config, verifier.value("environment", dict, {}), "verifier.environment.")
-        verifier.below.append(own)
+        own = verifier.table("environment")
         has_own = "environment" in verifier.fields or (self.folder / "tests" / "Dockerfile").is_file()
         where = verifier.choice("environment_mode", "", "shared", "separate")
         if where == "shared" and has_own:

@@ -1,6 +1,5 @@
 """One trial of a task, from start to verdict, and its folder in Harbor's layout."""
 
-import dataclasses
 import datetime
 import hashlib
 import json
@@ -264,13 +263,6 @@ def summary(trials: list[Trial]) -> dict[str, Any]:
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
         "trials": {trial.name: trial.outcome for trial in trials},
     }
-
-
-def with_verifier(task: Task, mode: str) -> Task:
-    """The task judged in another mode than it asks for."""
-    if mode == "snapshot" and not task.docker_only:
-        task = dataclasses.replace(task, docker_only="a snapshot can be made by docker only")
-    return dataclasses.replace(task, mode=mode)  # type: ignore[arg-type]
 
 
 def _moment(seconds: float) -> str:
