@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
-from . import SandboxError, TaskError, docker_modules, load_task, open_backend
+from . import SandboxError, Task, TaskError, docker_modules, load_task, open_backend
 from .dockerfile import STAND_INS
 from .interface import Backend
 from .shell import clean
@@ -79,7 +79,12 @@ def _run(options: argparse.Namespace) -> int:
     tasks = [load_task(folder) for folder in options.tasks]
     if options.verifier:
         only = "a snapshot can be made by docker only" if options.verifier == "snapshot" else ""
-        tasks = [replace(task, mode=options.verifier, docker_only=task.docker_only or only) for task in tasks]
+
+        def judged(task: Task) -> Task:
+            steps = tuple(map(judged, task.steps))
+            return replace(task, mode=options.verifier, docker_only=task.docker_only or only, steps=steps)
+
+        tasks = list(map(judged, tasks))
     folder = options.out / datetime.datetime.now().strftime("%Y-%m-%d__%H-%M-%S.%f")
     try:
         folder.mkdir(parents=True)

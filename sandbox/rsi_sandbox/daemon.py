@@ -54,7 +54,7 @@ class DockerBackend(Backend):
         self._live: set[str] = set()  # names of our containers
         self.labels = {_LABEL: _owner(os.getpid()), "rsi.run": self.run}
         self._build_lock = threading.Lock()
-        self._images: dict[str, tuple[str, dict[str, str], str]] = {}
+        self._images: dict[tuple[str, Path | None, str], tuple[str, dict[str, str], str]] = {}
         try:
             self.client.ping()
             if reap:
@@ -100,7 +100,12 @@ class DockerBackend(Backend):
                 f"cd {shlex.quote(task.workdir)}; exec /bin/bash /tests/test.sh"
             )
             if task.verifier_user:
-                script = script.replace("exec ", f"exec su -p -s /bin/bash {task.verifier_user.split(':')[0]} ")
+                user, _, group = task.verifier_user.partition(":")
+                group = (
+                    group or f'"$(id -g {user or 0} 2>/dev/null || echo 0)"'
+                )  # as docker does: the user's own, else root's
+                drop = f"setpriv --reuid={user or 0} --regid={group} --clear-groups"
+                script = script.replace("exec /bin/bash", f"exec {drop} /bin/bash")
             command = ["/bin/bash", "--noprofile", "--norc", "-c", script]
             files = [File(stage + file.path, file.data, file.mode, file.mtime) for file in [*left, *tests]]
             image = snapshot.image if snapshot else image
@@ -193,11 +198,11 @@ class DockerBackend(Backend):
         folder, name = (task.build_folder if task.docker_only else None), task.image
         if own and (task.verifier_image or task.verifier_folder):
             folder, name = task.verifier_folder, task.verifier_image
-        key = name or (str(folder) if folder else task.base)
+        key = name, folder, task.base
         with self._build_lock:
             if key not in self._images:
                 if name or not folder:
-                    image = find_base(self.client, key)
+                    image = find_base(self.client, name or task.base)
                 else:
                     image = build_image(self.client, folder, task.build_timeout)
                 config = self.client.images.get(image).attrs["Config"] if name or folder else {}

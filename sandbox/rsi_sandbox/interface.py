@@ -17,7 +17,7 @@ class Sandbox(Protocol):
     def read(self, path: str, limit: int = 1 << 20) -> bytes:
         """The first `limit` bytes of a regular file; FileNotFoundError where there is none. Links are not followed."""
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
         """Write a file at an absolute path (else ValueError), making its directories."""
 
     def freeze(self) -> None:

@@ -217,10 +217,10 @@ class Machine(Protocol):
             raise FileNotFoundError(f"{path}: no regular file in the sandbox")
         return data
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
         if not path.startswith("/"):
             raise ValueError(f"{path!r} is not an absolute path: write /app/{path}")
-        self.put(File(path, data, mtime=int(time.time())))
+        self.put(File(path, data, mode, int(time.time())))
 
     def __enter__(self) -> Self:
         return self

@@ -224,6 +224,7 @@ class _Reader:
             solution=tuple(self._scripts(self.folder / "solution", "/solution")),
             final_step_counts=root.choice("multi_step_reward_strategy", "mean", "mean", "final") == "final",
         )
+        task = replace(task, docker_only=task.docker_only or self._docker_only(task))
         if several:
             steps = tuple(self._step(task, root, number, entry) for number, entry in enumerate(several))
             names = [step.name.lower() for step in steps]
@@ -231,7 +232,7 @@ class _Reader:
                 raise root.error("steps", sorted(twice), "are names of several steps", "give each its own")
             task = replace(task, steps=steps)
         unread = [f"{self.config.name}: {name}: not read" for name in root.unread()]
-        return replace(task, notes=(*self.notes, *unread), docker_only=task.docker_only or self._docker_only(task))
+        return replace(task, notes=(*self.notes, *unread))
 
     def _docker_only(self, task: Task) -> str:
         needs = {

@@ -83,7 +83,7 @@ def _attempt(backend: Backend, trial: Trial, sandbox: Sandbox) -> bool:
     for step in steps:
         for file in step.workdir_files:
             if file.data is not None:
-                sandbox.write(file.path, file.data)
+                sandbox.write(file.path, file.data, file.mode)
         if any(file.path == f"{task.workdir}/setup.sh" for file in step.workdir_files):
             done = sandbox.run("bash setup.sh", step.agent_timeout, fresh=True)
             if done.exit_code != 0:
@@ -113,7 +113,7 @@ def _act(trial: Trial, step: Task, sandbox: Sandbox) -> bool:
             raise TaskError(f"{step.folder / 'solution'}: folder: missing; the oracle needs solution/solve.sh")
         for file in step.solution:
             if file.data is not None:
-                sandbox.write(file.path, file.data)
+                sandbox.write(file.path, file.data, file.mode)
         variables = exports(dict(step.solution_variables))
         command = f"env {variables} bash /solution/solve.sh" if variables else "bash /solution/solve.sh"
     result = sandbox.run(command, step.agent_timeout)

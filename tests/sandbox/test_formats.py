@@ -219,6 +219,53 @@ def test_steps_follow_each_other_in_one_sandbox(backend: Backend, tmp_path: Path
     assert other.outcome == "passed" and other.verdict and other.verdict.reward == 1
 
 
+def test_files_of_a_step_and_of_its_solution_keep_their_modes(backend: Backend, tmp_path: Path) -> None:
+    folder = steps_task(tmp_path / "task", "[[steps]]\nname = 'first'\n")
+    for path, text in {
+        "workdir/given0": "touch first",
+        "solution/tool": "cp given0 first",
+        "solution/solve.sh": "",
+    }.items():
+        target = folder / "steps/first" / path
+        target.write_text(f"#!/bin/bash\n{text or '/solution/tool'}\n")
+        target.chmod(0o755)
+    for agent in ("./given0", "oracle"):
+        trial = run_trial(backend, new_trial(load_task(folder), agent))
+        assert trial.outcome == "passed", (agent, trial.error, trial.commands)
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize(("user", "expected"), [("nobody", "65534:65534"), ("1234", "1234:0"), ("7:games", "7:60")])
+def test_tests_run_as_the_user_that_the_task_names(daemon: Backend, tmp_path: Path, user: str, expected: str) -> None:
+    test = f"[[ $(id -u):$(id -g) == {expected} && $(id -G) == $(id -g) ]] && echo 1 > /logs/verifier/reward.txt\n"
+    for number, kind in enumerate(("[verifier]", "[verifier]\nenvironment_mode = 'shared'")):  # the last: a snapshot
+        toml = {"task.toml": f"{kind}\nuser = '{user}'\n"}
+        trial = run_trial(daemon, new_trial(load_task(write_task(tmp_path / str(number), test, **toml)), "nop"))
+        assert trial.outcome == "passed", trial.error
+
+
+@pytest.mark.docker
+def test_what_only_docker_can_do_holds_in_steps(daemon: Backend, tmp_path: Path) -> None:
+    folder = steps_task(tmp_path / "task", "[verifier]\nuser = 'nobody'\n[[steps]]\nname = 'first'\n")
+    test = folder / "steps/first/tests/test.sh"
+    test.write_text("[[ $(id -un) == nobody ]] && echo 1 > /logs/verifier/reward.txt\n")
+    assert run_trial(daemon, new_trial(load_task(folder), "nop")).outcome == "passed"
+    (folder / "task.toml").write_text("[[steps]]\nname = 'first'\n")
+    test.write_text("echo $(( $(ls /tmp | grep -c left) )) > /logs/verifier/reward.txt\n")
+    arguments = [
+        "run",
+        str(folder),
+        "--sandbox",
+        "docker",
+        "--out",
+        str(tmp_path / "jobs"),
+        "--agent",
+        "touch /tmp/left",
+    ]
+    assert main(arguments) == 1, "what lies outside the artifacts is not judged"
+    assert main([*arguments, "--verifier", "snapshot"]) == 0
+
+
 def test_a_steps_own_health_check_and_set_up_come_first(backend: Backend, tmp_path: Path) -> None:
     toml = (
         "[[steps]]\nname='first'\n[[steps]]\nname='second'\n[steps.healthcheck]\ninterval_sec=0.1\nretries=2\ncommand="
