@@ -101,9 +101,8 @@ class DockerBackend(Backend):
             )
             if task.verifier_user:
                 user, _, group = task.verifier_user.partition(":")
-                group = (
-                    group or f'"$(id -g {user or 0} 2>/dev/null || echo 0)"'
-                )  # as docker does: the user's own, else root's
+                # Without a group the user's own, as docker does; of a number that is nobody's, root's.
+                group = group or f'"$(id -g {user or 0} 2>/dev/null || echo 0)"'
                 drop = f"setpriv --reuid={user or 0} --regid={group} --clear-groups"
                 script = script.replace("exec /bin/bash", f"exec {drop} /bin/bash")
             command = ["/bin/bash", "--noprofile", "--norc", "-c", script]
