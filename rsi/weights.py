@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from rsi import distributed
 from rsi.architecture import ModelConfig
 from rsi.chat import END, PAD, SPECIAL_TOKENS, Chat
-from rsi.config import Config
+from rsi.config import Config, UserError
 from rsi.model import Critic, Transformer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -58,7 +58,7 @@ CHAT_TEMPLATE = (
 Model = TypeVar("Model", Transformer, Critic)
 
 
-class WeightsError(ValueError):
+class WeightsError(UserError):
     """A model folder that cannot be read as what was asked for."""
 
 
