@@ -242,13 +242,14 @@ def supervised(record: Trajectory, prompt: list[int]) -> Trajectory:
     The sampler's log-probs belong to the other prompt and are dropped.
     """
     start = record.action.index(1)
-    example = dataclasses.replace(record, runbook=None, ids=[], action=[], turn=[], logprob=[])
-    example.extend(prompt)
-    example.ids += record.ids[start:]
-    example.action += record.action[start:]
-    example.turn += record.turn[start:]
-    example.logprob = []
-    return example
+    return dataclasses.replace(
+        record,
+        runbook=None,
+        ids=prompt + record.ids[start:],
+        action=[0] * len(prompt) + record.action[start:],
+        turn=[-1] * len(prompt) + record.turn[start:],
+        logprob=[],
+    )
 
 
 def train(session: Session, stage: Stage, actor: Transformer, chat: Chat, examples: Sequence[Trajectory]) -> None:
