@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from tokenizers import Tokenizer
-from torch import nn
 
 from rsi import distributed
 from rsi.batch import collate, deal, plan_micro_batches
@@ -58,8 +57,7 @@ def examples(
 
 def optimizers(model: Transformer, settings: Pretrain) -> list[torch.optim.Optimizer]:
     """Muon for the block matrices, AdamW for embeddings, norms and head."""
-    layers = nn.ModuleList(model.model.layers)
-    matrices = [parameter for parameter in layers.parameters() if parameter.ndim == 2]
+    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     chosen = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
     return [
