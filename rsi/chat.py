@@ -87,8 +87,7 @@ class Chat:
 
     def tool_responses(self, texts: Sequence[str]) -> list[int]:
         """As `observation`, for the results of the tools that a turn called, in one user message."""
-        marks = [self.tokenizer.token_to_id(mark) for mark in ("<tool_response>", "</tool_response>")]
-        opening, closing = marks
+        opening, closing = (self.tokenizer.token_to_id(mark) for mark in ("<tool_response>", "</tool_response>"))
         if opening is None or closing is None:  # Qwen2.5 writes them as text
             return self.observation("\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts))
         ids = [*self._newline, self.start, *self._encode("user\n")]

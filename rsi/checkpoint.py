@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -57,11 +58,6 @@ class Run:
     def missing(self) -> list[Stage]:
         """The stages that have yet to run, in order, for the configured one to be done."""
         return missing_before(self.config, self.done())
-
-    def record(self, stage: str) -> dict[str, Any]:
-        """A finished stage's `stage.json`."""
-        record: dict[str, Any] = read_json(self.path(stage) / "stage.json")
-        return record
 
     def begin(self, stage: Stage) -> Path:
         """The folder to write the stage into: fresh, or at the last position that a killed try saved.
@@ -121,8 +117,8 @@ class Run:
 
     def write_stages(self) -> list[dict[str, Any]]:
         """Write `stages.json` from the finished stages' records; returns them in order."""
-        done = self.done()
-        records = [self.record(stage.name) for stage in schedule(self.config) if stage.name in done]
+        folders = [self.path(stage.name) for stage in schedule(self.config)]
+        records = [read_json(folder / "stage.json") for folder in folders if folder.is_dir()]
         if distributed.first():
             write_atomically(self.folder / "stages.json", json.dumps(records, indent=1) + "\n")
         return records
@@ -312,9 +308,6 @@ def read_config(folder: Path) -> Config:
 
 def versions() -> dict[str, str]:
     """What the run was made with."""
-    from importlib.metadata import version
-
-    found = {name: version(name) for name in ("torch", "tokenizers", "numpy", "safetensors")}
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
@@ -323,7 +316,7 @@ def versions() -> dict[str, str]:
         "commit": commit.stdout.strip() or "unknown",
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        **found,
+        **{name: version(name) for name in ("torch", "tokenizers", "numpy", "safetensors")},
     }
 
 

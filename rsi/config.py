@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -257,11 +258,7 @@ def parse(arguments: Sequence[str], program: str = "rsi.train") -> Config:
     try:
         with contextlib.nullcontext() if help_asked else contextlib.redirect_stderr(screen):
             config = tyro.cli(
-                Config,
-                default=PRESETS[preset](),
-                args=list(arguments),
-                prog=program,
-                console_outputs=speaks,
+                Config, default=PRESETS[preset](), args=list(arguments), prog=program, console_outputs=speaks
             )
     except SystemExit as stop:
         if not stop.code:
@@ -319,13 +316,13 @@ WORDS = {"[1, inf)": "at least 1", "(0, inf)": "above 0", "[0, inf)": "at least 
 
 def validate(config: Config, preset: Config) -> None:
     """Refuse values that cannot work or would not count, naming field, value and what would be right."""
-    from rsi.stages import stage_names
+    from rsi.stages import schedule
 
     groups = {"": config, **{f"{name}.": getattr(config, name) for name in GROUPS}}
     for prefix, group in groups.items():
         for entry in dataclasses.fields(group):
             require_numbers(f"{prefix}{entry.name}", getattr(group, entry.name))
-    names, harnesses = stage_names(config), config.rsr.harnesses
+    names, harnesses = [stage.name for stage in schedule(config)], config.rsr.harnesses
     problems = {
         f"--stage {config.stage!r}: choose one of all, {', '.join(names)}": config.stage not in ("all", *names),
         f"--name {config.name!r}: must be the name of one folder": (
@@ -363,16 +360,7 @@ def require_numbers(name: str, value: object) -> None:
 
 def to_record(config: Config) -> dict[str, object]:
     """The configuration as plain JSON types."""
-
-    def plain(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: plain(entry) for key, entry in value.items()}
-        if isinstance(value, (tuple, list)):
-            return [plain(entry) for entry in value]
-        return str(value) if isinstance(value, Path) else value
-
-    record = plain(dataclasses.asdict(config))
-    assert isinstance(record, dict)
+    record: dict[str, object] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     return record
 
 
@@ -380,23 +368,12 @@ def from_record(record: dict[str, Any]) -> Config:
     """Inverse of `to_record`; an option that is newer than the record has its default."""
 
     def build(kind: type, values: dict[str, Any]) -> Any:
-        built = {}
-        for entry in dataclasses.fields(kind):
-            if entry.name not in values:
-                continue
-            value = values[entry.name]
-            if entry.name in GROUPS:
-                value = build(type(getattr(Config(), entry.name)), value)
-            elif isinstance(value, list):
-                value = tuple(value)
-            elif kind is Config and entry.name in ("runs", "tasks") and value is not None:
-                value = Path(value)
-            built[entry.name] = value
-        return kind(**built)
+        known = {entry.name: values[entry.name] for entry in dataclasses.fields(kind) if entry.name in values}
+        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
 
-    config = build(Config, record)
-    assert isinstance(config, Config)
-    return config
+    groups = {name: build(type(getattr(Config(), name)), record[name]) for name in GROUPS if name in record}
+    config: Config = build(Config, record | groups)
+    return dataclasses.replace(config, runs=Path(config.runs), tasks=config.tasks and Path(config.tasks))
 
 
 def differences(old: dict[str, object], new: dict[str, object], prefix: str = "") -> list[str]:

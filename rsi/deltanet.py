@@ -41,12 +41,6 @@ class DeltaState(NamedTuple):
     memory: Tensor
 
 
-class _Norm(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-
 class DeltaNet(nn.Module):
     """Holds the layer's parameters under Hugging Face's names; `delta_net` does the maths."""
 
@@ -58,7 +52,7 @@ class DeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.ones(heads))
         # Decay rates between 0.01 and 16, as published; away from 0, whose logarithm is no number.
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16).log_())
-        self.norm = _Norm(config.linear_value_head_dim)
+        self.norm = nn.RMSNorm(config.linear_value_head_dim)  # its weight: `_gated_norm` rounds as transformers does
         self.out_proj = nn.Linear(values, size, bias=False)
         self.in_proj_qkv = nn.Linear(size, channels, bias=False)
         self.in_proj_z = nn.Linear(size, values, bias=False)

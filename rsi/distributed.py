@@ -156,18 +156,15 @@ def naming_missing(what: str = "") -> Iterator[None]:
     try:
         yield
     except RuntimeError as problem:
-        if world() == 1 or isinstance(problem, RankMissing) or not _is_collective(problem):
+        # torch has no class of its own for what gloo could not exchange.
+        is_collective = "gloo" in str(problem) or isinstance(problem, dist.DistError)
+        if world() == 1 or isinstance(problem, RankMissing) or not is_collective:
             raise
         frames = traceback.extract_tb(problem.__traceback__)
         inner = {part: x.name for x in frames for part in ("rsi", "distributed") if part in Path(x.filename).parts}
         what = what or f"{inner.get('distributed', frames[-1].name)} in {inner['rsi']}"
         meet(what, group="failing")
         raise RankMissing(f"{what}: {str(problem).splitlines()[0]}") from problem
-
-
-def _is_collective(problem: RuntimeError) -> bool:
-    """Whether it says that processes could not exchange something; torch has no class of its own for gloo's."""
-    return "gloo" in str(problem) or isinstance(problem, dist.DistError)
 
 
 def is_spread(config: Config, ranks: int) -> bool:

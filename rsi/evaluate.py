@@ -4,6 +4,7 @@
 task set, which no decision about the method or its settings may look at.
 """
 
+import argparse
 import json
 import math
 import shutil
@@ -14,15 +15,19 @@ from typing import Any
 
 from rsi_sandbox import Task
 
+from rsi import distributed
 from rsi.chat import Chat
-from rsi.checkpoint import read_json
-from rsi.config import SUITES
+from rsi.checkpoint import open_run, read_config, read_json, write_atomically
+from rsi.config import SUITES, UserError, fail, require_numbers
+from rsi.guards import FAILURES
 from rsi.harness import get_harness
+from rsi.metrics import Log
 from rsi.model import Transformer
+from rsi.report import open_console, stage_table
 from rsi.rollout import Engine, Job
-from rsi.session import Session, require_sound, seed_of
+from rsi.session import Session, load_pool, open_session, require_sound, seed_of, write_tasks
 from rsi.trajectory import Trajectory
-from rsi.weights import WeightsError
+from rsi.weights import load_actor, load_chat
 
 TARGET = "terminus"
 RETRIES = 2
@@ -91,21 +96,21 @@ def summarise(
     outcomes: Mapping[str, Mapping[str, Sequence[float]]], before: Mapping[str, Mapping[str, Sequence[float]]] | None
 ) -> dict[str, Any]:
     """Rates a suite with Wilson intervals, their equal-weight mean, the paired difference to `before`."""
-    suites: dict[str, dict[str, Any]] = {}
-    for suite, of in outcomes.items():
-        suites[suite] = {
+    suites: dict[str, dict[str, Any]] = {
+        suite: {
             "strict": mean(of["strict"]),
             "greedy": mean(of["greedy"]) if "greedy" in of else None,
             "trials": len(of["strict"]),
             "ci95": wilson(sum(of["strict"]), len(of["strict"])),
             "process": mean(of["process"]),
         }
-    rates = [suite["strict"] for suite in suites.values()]
+        for suite, of in outcomes.items()
+    }
     low, high = normal_interval([of["strict"] for of in outcomes.values()])
     greedy = [suite["greedy"] for suite in suites.values()]
     summary: dict[str, Any] = {
         "suites": suites,
-        "mean": mean(rates),
+        "mean": mean([suite["strict"] for suite in suites.values()]),
         "ci95": (max(low, 0.0), min(high, 1.0)),
         "greedy_mean": mean(greedy) if None not in greedy else None,
         "difference": None,
@@ -151,13 +156,6 @@ def evaluate_published(run_folder: Path, tasks: int) -> list[dict[str, Any]]:
     The outcome of every task goes to `published.json`; a stage that is in there is not measured again. Raises UserError
     where that was another number of `tasks` a suite, or where no stage is finished.
     """
-    from rsi import distributed
-    from rsi.checkpoint import open_run, read_config, write_atomically
-    from rsi.config import UserError
-    from rsi.metrics import Log
-    from rsi.session import load_pool, open_session, write_tasks
-    from rsi.weights import load_actor, load_chat
-
     run_folder = run_folder.resolve()
     run = open_run(read_config(run_folder))
     records = run.write_stages()
@@ -191,14 +189,6 @@ def evaluate_published(run_folder: Path, tasks: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Evaluate a run on the published tasks and print the table."""
-    import argparse
-
-    from rsi_sandbox import SandboxError
-
-    from rsi.config import UserError, fail, require_numbers
-    from rsi.guards import CannotGoOn
-    from rsi.report import open_console, stage_table
-
     parser = argparse.ArgumentParser(prog="rsi.evaluate", description=evaluate_published.__doc__)
     parser.add_argument("run", type=Path, help="a run folder, such as runs/tiny-0")
     parser.add_argument("--tasks", type=int, default=200, help="published tasks a suite (200)")
@@ -206,9 +196,9 @@ def main() -> None:
     try:
         require_numbers("tasks", arguments.tasks)
         records = evaluate_published(arguments.run, arguments.tasks)
-    except (UserError, WeightsError) as problem:
+    except UserError as problem:
         fail(problem)
-    except (SandboxError, OSError, CannotGoOn, FloatingPointError) as problem:
+    except FAILURES as problem:
         print(f"rsi: error: {problem}; the same command goes on with the stage under way", file=sys.stderr)
         raise SystemExit(1) from problem
     except KeyboardInterrupt:

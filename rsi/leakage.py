@@ -186,11 +186,8 @@ def _names_protected(word: str, public: frozenset[str], place: str) -> bool:
 
 
 _SUSPECT = re.compile(
-    r"test|solu|solv|verif|oracle|reward|ctrf|logs|[\\$'\"?*\[{]|\.\.|\bcd\s|(?:^|[\s;|&])find\s+/",
-    re.IGNORECASE,
+    r"test|solu|solv|verif|oracle|reward|ctrf|logs|[\\$'\"?*\[{]|\.\.|\bcd\s|(?:^|[\s;|&])find\s+/", re.IGNORECASE
 )
-
-
 _MOVES = re.compile(r"\bcd\b|\bfind\b")
 _CANDIDATE = re.compile(r"[*?\[]|logs|" + "|".join(map(re.escape, sorted(NAMES))), re.IGNORECASE)
 

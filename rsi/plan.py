@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from rsi_kernels.linear_logprob import GPU_TILE_BYTES
@@ -68,13 +67,13 @@ def _find_model(config: Config) -> ModelConfig:
     shape, done = config.model, Run(config.folder, config).path("base") / "actor"
     name, is_hub = config.init.removeprefix("hub:"), config.init.startswith("hub:")
     try:
-        if done.is_dir() or (config.init and not is_hub):
-            return read_config(done if done.is_dir() else Path(name))
+        if done.is_dir():
+            return read_config(done)
         if is_hub and name in PUBLISHED:
             return PUBLISHED[name]
         if is_hub and config.dry_run:
             raise ValueError("its sizes are not known here; download it and give the folder")
-        if is_hub:
+        if config.init:
             return read_config(find_folder(config.init))
         return ModelConfig(
             shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.layers, shape.heads, shape.kv_heads,

@@ -7,7 +7,6 @@ too; `average_metrics` adds them up and divides once. Shape suffixes: N action t
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 import torch
 from rsi_kernels import clipped_error, linear_logprob, ppo_loss
@@ -15,21 +14,12 @@ from rsi_kernels.ppo_loss import LOG_RATIO_LIMIT
 from torch import Tensor
 
 from rsi.batch import MicroBatch, gather_predictors
+from rsi.model import Critic, Transformer
 
 Metrics = dict[str, Tensor]
 
 
-class Actor(Protocol):
-    def __call__(self, ids_BT: Tensor, cu_seqlens: Tensor) -> Tensor: ...  # hidden_BTD
-    @property
-    def head_weight(self) -> Tensor: ...  # [V, D]
-
-
-class ValueModel(Protocol):
-    def __call__(self, ids_BT: Tensor, cu_seqlens: Tensor) -> Tensor: ...  # values_BT of the states after each token
-
-
-def action_logprobs(model: Actor, batch: MicroBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def action_logprobs(model: Transformer, batch: MicroBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-prob of every action token and entropy of the distribution it came from, both float32 [N], in nats.
 
     Only the hidden states that predict an action token are projected (`rsi_kernels.linear_logprob`). The
@@ -40,7 +30,7 @@ def action_logprobs(model: Actor, batch: MicroBatch, temperature: float = 1.0) -
     return logprob_N.float(), entropy_N.float()
 
 
-def action_values(critic: ValueModel, batch: MicroBatch) -> Tensor:
+def action_values(critic: Critic, batch: MicroBatch) -> Tensor:
     """V(state before each action token), float32 [N]: the critic's output at the token before it."""
     return gather_predictors(critic(batch.ids_T[None], batch.cu_seqlens)[0], batch).float()
 
@@ -114,12 +104,7 @@ def importance_weights(old_logprob: Tensor, sampler_logprob: Tensor, cap: float 
 
 
 def value_loss(
-    value: Tensor,
-    old_value: Tensor,
-    returns: Tensor,
-    mask: Tensor | None,
-    normaliser: float,
-    clip: float = 0.2,
+    value: Tensor, old_value: Tensor, returns: Tensor, mask: Tensor | None, normaliser: float, clip: float = 0.2
 ) -> tuple[Tensor, Metrics]:
     """Half the larger of the clipped and unclipped squared error, summed, over `normaliser`.
 

@@ -52,13 +52,7 @@ def fdr(passed: int, total: int, scale: float, strict: bool, cap: float = 1.0) -
 
 
 def spr(
-    passed: int,
-    total: int,
-    scale: float,
-    strict: bool,
-    bonus: float = 0.0,
-    partial: float = 0.5,
-    cap: float = 1.0,
+    passed: int, total: int, scale: float, strict: bool, bonus: float = 0.0, partial: float = 0.5, cap: float = 1.0
 ) -> float:
     """Strict success: 1 + bonus. Anything else: partial * min(FDR, 1), so always below 1."""
     if bonus < 0 or not 0 <= partial < 1:

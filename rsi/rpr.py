@@ -52,10 +52,7 @@ class Learner:
 
     def parts(self) -> Parts:
         """What is saved of it."""
-        return {
-            "actor": (self.actor, [self.actor_optimizer]),
-            "critic": (self.critic, [self.critic_optimizer]),
-        }
+        return {"actor": (self.actor, [self.actor_optimizer]), "critic": (self.critic, [self.critic_optimizer])}
 
 
 @dataclass
@@ -182,7 +179,9 @@ class Loop:
             self.give_credit(entry, [scores[index] for index in group])
         found |= self.describe(everything, rival)
         if settings.whiten:
-            whiten(everything)
+            everywhere = gather_tokens("advantages", [entry.advantage for entry in everything])
+            for entry in everything:
+                entry.advantage = ppo.whiten(entry.advantage, everywhere)
         sums: list[ppo.Metrics] = []
         norms: dict[str, list[float]] = {"critic/grad_norm": []}
         total = 0
@@ -358,10 +357,3 @@ def gather_tokens(what: str, parts: Sequence[Tensor]) -> Tensor:
     """One value a token from all ranks, the same on every rank."""
     mine = torch.cat([part.cpu() for part in parts])
     return torch.cat(distributed.gather(what, mine))
-
-
-def whiten(prepared: Sequence[Prepared]) -> None:
-    """Whiten the advantages of the whole step, on all ranks, in place."""
-    everywhere = gather_tokens("advantages", [entry.advantage for entry in prepared])
-    for entry in prepared:
-        entry.advantage = ppo.whiten(entry.advantage, everywhere)

@@ -13,6 +13,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from rsi.harness import get_harness
 from rsi.leakage import screen
 from rsi.model import Transformer
 from rsi.rollout import Job
-from rsi.runbook import CommandPlanner, PublicReviewer, write_runbook
+from rsi.runbook import plan, review, write_runbook
 from rsi.session import Session
 from rsi.stages import Stage
 from rsi.trajectory import Trajectory, read, to_json
@@ -126,7 +127,7 @@ def write_runbooks(
 ) -> list[Rewrite]:
     """At most `rsr.runbooks` approved runbooks a task; every one, approved or not, goes to the run folder."""
     private = private_commands(session)
-    planner, reviewer = CommandPlanner(private), PublicReviewer(private)
+    planner, reviewer = partial(plan, private=private), partial(review, private=private)
     approved: list[Rewrite] = []
     seen: set[tuple[str, str]] = set()
     count: Counter[str] = Counter()
@@ -241,13 +242,14 @@ def supervised(record: Trajectory, prompt: list[int]) -> Trajectory:
     The sampler's log-probs belong to the other prompt and are dropped.
     """
     start = record.action.index(1)
-    example = dataclasses.replace(record, runbook=None, ids=[], action=[], turn=[], logprob=[])
-    example.extend(prompt)
-    example.ids += record.ids[start:]
-    example.action += record.action[start:]
-    example.turn += record.turn[start:]
-    example.logprob = []
-    return example
+    return dataclasses.replace(
+        record,
+        runbook=None,
+        ids=prompt + record.ids[start:],
+        action=[0] * len(prompt) + record.action[start:],
+        turn=[-1] * len(prompt) + record.turn[start:],
+        logprob=[],
+    )
 
 
 def train(session: Session, stage: Stage, actor: Transformer, chat: Chat, examples: Sequence[Trajectory]) -> None:

@@ -1,13 +1,11 @@
 """Runbooks: a success told again as a method, without its answers (DESIGN 4.4).
 
 A planner sees the public instruction and one successful trajectory; a reviewer sees the public
-instruction and the runbook. Both are interfaces; the deterministic pair here needs no model.
+instruction and the runbook. Any two functions will do; the deterministic pair here needs no model.
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 from .literals import HOLE, WORD, generalise, literals, words
 from .trajectory import Exchange
@@ -25,21 +23,10 @@ PROSE = frozenset(
 )
 
 
-class Planner(Protocol):
-    """Turns a success into a runbook."""
-
-    def plan(self, instruction: str, exchanges: Sequence[Exchange], objections: Sequence[str] = ()) -> str:
-        """A runbook; `objections` are the reviewer's reasons against the one before."""
-        ...
-
-
-class Reviewer(Protocol):
-    """Accepts or rejects a runbook from public material alone."""
-
-    def review(self, instruction: str, runbook: str) -> list[str]:
-        """Reasons against it; empty when it is approved."""
-        ...
-
+Planner = Callable[[str, Sequence[Exchange], Sequence[str]], str]
+"""Makes a runbook of the instruction, a success, and the reviewer's objections to the runbooks before."""
+Reviewer = Callable[[str, str], list[str]]
+"""Reasons against a runbook, from the instruction and the runbook alone; none when it is approved."""
 
 _ERROR = re.compile(
     r"^(?:-?(?:ba)?sh|/bin/(?:ba)?sh): |^[Uu]sage: |^Try '|^[\w./-]+: .*(?:No such file|not found|denied|"
@@ -229,28 +216,6 @@ def review(instruction: str, runbook: str, private: Sequence[str] = ("submit",))
     return list(dict.fromkeys(reasons))
 
 
-@dataclass(frozen=True)
-class CommandPlanner:
-    """`plan` with the harness-private commands that it leaves out."""
-
-    private: tuple[str, ...] = ("submit",)
-
-    def plan(self, instruction: str, exchanges: Sequence[Exchange], objections: Sequence[str] = ()) -> str:
-        """See `plan`."""
-        return plan(instruction, exchanges, objections, self.private)
-
-
-@dataclass(frozen=True)
-class PublicReviewer:
-    """`review` with the harness-private commands that it refuses."""
-
-    private: tuple[str, ...] = ("submit",)
-
-    def review(self, instruction: str, runbook: str) -> list[str]:
-        """See `review`."""
-        return review(instruction, runbook, self.private)
-
-
 def write_runbook(
     planner: Planner, reviewer: Reviewer, instruction: str, exchanges: Sequence[Exchange], revisions: int = 1
 ) -> tuple[str | None, list[list[str]]]:
@@ -258,8 +223,8 @@ def write_runbook(
     rounds: list[list[str]] = []
     objections: list[str] = []
     for _ in range(revisions + 1):
-        runbook = planner.plan(instruction, exchanges, tuple(objections))
-        reasons = reviewer.review(instruction, runbook)
+        runbook = planner(instruction, exchanges, tuple(objections))
+        reasons = reviewer(instruction, runbook)
         rounds.append(reasons)
         if not reasons:
             return runbook, rounds

@@ -28,35 +28,24 @@ def schedule(config: Config) -> list[Stage]:
 
     With `rpr.fdr_branch` a stage "rprN-fdr" stands beside each SPR stage; nothing starts from it.
     """
-    stages = [Stage("base", "base")]
-    for number in range(1, config.rounds + 1):
-        first = number == 1
+    stages = [Stage("base", "base"), Stage("rsr1", "rsr", 1, "base"), Stage("rpr1", "rpr", 1, "rsr1", "create", "fdr")]
+    for number in range(2, config.rounds + 1):
         rsr, rpr = f"rsr{number}", f"rpr{number}"
-        stages.append(
-            Stage(rsr, "rsr", number, stages[0].name if first else f"rpr{number - 1}", "none" if first else "pass")
-        )
-        if first:
-            stages.append(Stage(rpr, "rpr", number, rsr, "create", "fdr"))
-            continue
+        stages.append(Stage(rsr, "rsr", number, f"rpr{number - 1}", "pass"))
         if config.rpr.fdr_branch:
             stages.append(Stage(f"{rpr}-fdr", "rpr", number, rsr, "inherit", "fdr"))
         stages.append(Stage(rpr, "rpr", number, rsr, "inherit", "spr"))
     return stages
 
 
-def stage_names(config: Config) -> list[str]:
-    """The stages' names in order."""
-    return [stage.name for stage in schedule(config)]
-
-
 def missing_before(config: Config, done: set[str]) -> list[Stage]:
     """What has to run, in order, until `config.stage` is done."""
     stages = schedule(config)
     if config.stage != "all":
-        target = next(stage for stage in stages if stage.name == config.stage)
-        needed, name = {target.name}, target.source
+        sources = {stage.name: stage.source for stage in stages}
+        needed, name = set[str](), config.stage
         while name:
             needed.add(name)
-            name = next(stage.source for stage in stages if stage.name == name)
+            name = sources[name]
         stages = [stage for stage in stages if stage.name in needed]
     return [stage for stage in stages if stage.name not in done]

@@ -5,6 +5,7 @@ the stage table. The same command goes on where a killed run stopped: from the l
 """
 
 import contextlib
+import dataclasses
 import math
 import os
 import shutil
@@ -48,15 +49,14 @@ def main() -> None:
 
 def run(config: Config) -> None:
     """All missing stages, then the table and the plot."""
-    from rsi_sandbox import SandboxError, TaskError
+    from rsi_sandbox import TaskError
 
     from rsi import distributed, plan
     from rsi.checkpoint import Run, open_run
-    from rsi.guards import CannotGoOn
+    from rsi.guards import FAILURES, CannotGoOn
     from rsi.metrics import Log
     from rsi.report import stage_table, table_text, write_plot
     from rsi.session import Interrupted, open_session, prepare_tasks
-    from rsi.weights import WeightsError
 
     distributed.start(config.timeout)
     stages = Run(config.folder, config).missing()
@@ -86,9 +86,9 @@ def run(config: Config) -> None:
     except Interrupted:
         log.say("stopped as asked, everything is saved; the same command goes on from here")
         distributed.meet("the end")
-    except (TaskError, WeightsError) as problem:
+    except TaskError as problem:
         raise UserError(str(problem)) from problem
-    except (SandboxError, OSError, CannotGoOn, FloatingPointError, distributed.RankMissing) as problem:
+    except FAILURES as problem:
         where = "" if str(run_folder.folder) in str(problem) else f"{run_folder.folder}: "
         message = f"rsi: error: {where}{problem}; the same command goes on from the last saved step"
         log.fail(message, own=not isinstance(problem, CannotGoOn))
@@ -169,27 +169,18 @@ def build_base(session: "Session") -> tuple["Transformer", "Tokenizer"]:
     import torch
 
     from rsi.guards import CannotGoOn
-    from rsi.model import ModelConfig, Transformer
+    from rsi.model import Transformer
+    from rsi.plan import model_config
     from rsi.tiny import build_tokenizer, optimizers, pretrain
 
     config = session.config
     torch.manual_seed(session.seed("model"))
     tokenizer = build_tokenizer(config.model.vocab_size)
-    shape = config.model
-    actor = Transformer(
-        ModelConfig(
-            vocab_size=tokenizer.get_vocab_size(),
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            eos_token_id=tokenizer.token_to_id("<|im_end|>"),
-        )
-    ).to(session.device)
+    size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id("<|im_end|>")
+    shape = dataclasses.replace(model_config(config), vocab_size=size, eos_token_id=end)
+    actor = Transformer(shape).to(session.device)
     count = sum(parameter.numel() for parameter in actor.parameters())
-    session.log.say(f"base: {count:,} parameters, {tokenizer.get_vocab_size()} tokens")
+    session.log.say(f"base: {count:,} parameters, {size} tokens")
     chosen, of = optimizers(actor, config.pretrain), config.pretrain.steps
     parts = {"actor": (actor, chosen)}
     start, seed = min(PRETRAIN_UNIT * session.progress.load(parts), of), session.seed("pretrain")

@@ -82,12 +82,11 @@ class Trajectory:
 
     def extend(self, ids: list[int], turn: int = -1, logprob: list[float] | None = None) -> None:
         """Append prompt or observation tokens, or (with `logprob`) the sampled tokens of `turn`."""
-        sampled = logprob is not None
-        assert not sampled or len(logprob or ()) == len(ids), (len(logprob or ()), len(ids))
+        assert logprob is None or len(logprob) == len(ids), (len(logprob), len(ids))
         self.ids += ids
-        self.action += [int(sampled)] * len(ids)
-        self.turn += [turn if sampled else -1] * len(ids)
-        self.logprob += logprob if logprob is not None else [0.0] * len(ids)
+        self.action += [int(logprob is not None)] * len(ids)
+        self.turn += [-1 if logprob is None else turn] * len(ids)
+        self.logprob += [0.0] * len(ids) if logprob is None else logprob
 
 
 def to_json(trajectory: Trajectory) -> str:

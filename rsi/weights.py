@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor
 from rsi import distributed
 from rsi.architecture import ModelConfig
 from rsi.chat import END, PAD, SPECIAL_TOKENS, Chat
-from rsi.config import Config
+from rsi.config import Config, UserError
+from rsi.distributed import Network
 from rsi.model import Critic, Transformer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -55,10 +56,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-Model = TypeVar("Model", Transformer, Critic)
 
-
-class WeightsError(ValueError):
+class WeightsError(UserError):
     """A model folder that cannot be read as what was asked for."""
 
 
@@ -82,7 +81,6 @@ def write_folder(
     architecture: str | None = None,
 ) -> None:
     """`save_model` of tensors by name; `template` is the chat template, the plain ChatML one by default."""
-    folder = Path(folder)
     writes = distributed.first()
     partial = folder.with_name(f".{folder.name}.partial")
     replaced = folder.with_name(f".{folder.name}.replaced")
@@ -150,19 +148,12 @@ def load_actor(folder: Path, config: Config | None = None) -> Transformer:
     Whole on the CPU, or spread over all ranks as `config` says: then each reads its part alone, and all must call.
     Raises WeightsError, naming the folder and what is wrong, for another architecture or other tensors.
     """
-    return _load(Transformer, Path(folder), config)
+    return _load(Transformer, folder, config)
 
 
 def load_critic(folder: Path, config: Config | None = None) -> Critic:
     """The critic of a folder, as `load_actor`. Raises WeightsError when the folder has no value head."""
-    return _load(Critic, Path(folder), config)
-
-
-def _load(kind: type[Model], folder: Path, config: Config | None) -> Model:
-    device = distributed.find_device() if config is not None else torch.device("cpu")
-    model = distributed.empty(kind, read_config(folder), device, config)
-    fill(model, folder)
-    return model
+    return _load(Critic, folder, config)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -174,7 +165,7 @@ def read_config(folder: Path) -> ModelConfig:
         config = ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
         path = folder / "generation_config.json"
         eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-    except (json.JSONDecodeError, ValueError) as error:
+    except ValueError as error:
         raise WeightsError(f"{path}: {error}") from error
     found: list[int] = eos if isinstance(eos, list) else [] if eos is None else [eos]
     more = [token for token in found if token not in config.stops]
@@ -183,7 +174,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The folder's ``tokenizer.json``."""
-    path = Path(folder) / "tokenizer.json"
+    path = folder / "tokenizer.json"
     if not path.is_file():
         raise WeightsError(f"{path} is missing: give a folder that holds a model and its tokenizer")
     try:
@@ -233,7 +224,6 @@ def sha256(folder: Path) -> str:
     It does not depend on how the tensors are spread over files, nor on the files beside them.
     """
     digest = hashlib.sha256()
-    folder = Path(folder)
     for name, path in sorted(_places(folder).items()):
         with _open(path) as file:
             tensor = file.get_tensor(name)
@@ -243,17 +233,17 @@ def sha256(folder: Path) -> str:
 
 
 @torch.no_grad()
-def fill(model: Transformer | Critic, folder: Path) -> None:
-    """Copy the folder's tensors into the model's parameters, converting their type.
+def _load(kind: type[Network], folder: Path, config: Config | None) -> Network:
+    """A network with the folder's tensors, their type converted; of one that is spread only this rank's part is read.
 
-    The parameters may be this rank's parts of a sharded model (FSDP2's DTensors, made on the meta device and then
-    emptied): of each tensor only that part is read.
     Raises WeightsError when a tensor is missing, left over or of another shape.
     """
+    device = distributed.find_device() if config is not None else torch.device("cpu")
+    model = distributed.empty(kind, read_config(folder), device, config)
     places = _places(folder)
-    if isinstance(model, Critic) and not any(name.startswith("value_head.") for name in places):
+    if kind is Critic and not any(name.startswith("value_head.") for name in places):
         raise WeightsError(f"{folder}: no value_head tensors: this is an actor, a critic's folder is needed")
-    if isinstance(model, Transformer) and "value_head.weight" in places:
+    if kind is Transformer and "value_head.weight" in places:
         raise WeightsError(f"{folder}: has a value_head: this is a critic, an actor's folder is needed")
     names = _names(places)
     wanted = model.state_dict()
@@ -275,6 +265,7 @@ def fill(model: Transformer | Critic, folder: Path) -> None:
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise WeightsError(f"{folder}: {'; '.join(problems[:5])}{more}")
+    return model
 
 
 def export(actor: Path, folder: Path, original: Path) -> None:
@@ -378,8 +369,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig, te
     )
     stops = list(config.stops or (tokenizer.token_to_id(END),))
     _write_json(
-        folder / "generation_config.json",
-        {"do_sample": True, "eos_token_id": stops, "pad_token_id": special[PAD]},
+        folder / "generation_config.json", {"do_sample": True, "eos_token_id": stops, "pad_token_id": special[PAD]}
     )
 
 

@@ -37,19 +37,15 @@ class Harness(Protocol):
 
     def prompt(self, instruction: str, runbook: str | None = None) -> list[Message]:
         """The messages an attempt starts with."""
-        ...
 
     def parse(self, text: str) -> Action:
         """The commands of one assistant turn; what cannot be read comes back as `Action.error`."""
-        ...
 
     def write(self, commands: Sequence[str], done: bool, plan: str = "") -> str:
         """The canonical text of a turn: `parse(write(c, d, p)) == Action(c, d)`; `plan` is a note to itself."""
-        ...
 
     def observe(self, action: Action, outcomes: Sequence[Outcome]) -> str:
         """The observation that follows a turn."""
-        ...
 
 
 def user_text(instruction: str, runbook: str | None) -> str:

@@ -49,5 +49,5 @@ class Bash:
     def observe(self, action: Action, outcomes: Sequence[Outcome]) -> str:
         if action.error:
             return f"ERROR: {action.error}"
-        code, output, limit = outcomes[0].exit_code, outcomes[0].output, outcomes[0].limit
+        output, code, limit = outcomes[0]
         return f"exit {code if limit is None else limit}\n{output}"

@@ -39,8 +39,7 @@ class Terminus:
             reply, _ = json.JSONDecoder().raw_decode(text[start:])
         except (ValueError, RecursionError) as problem:
             return Action(error=f"the reply is not valid JSON: {problem}")
-        done = reply.get("task_complete", False)
-        done = done is True or str(done).lower() in ("true", "1", "yes")
+        done = str(reply.get("task_complete", False)).lower() in ("true", "1", "yes")
         entries = reply.get("commands", [] if done else None)
         if not isinstance(entries, list):
             return Action(error='"commands" must be a list')

@@ -69,8 +69,7 @@ def passes(check: Check, world: World) -> bool:
 def run_flow(script: str, given: str) -> Outcome:
     """Output of a one-line pipeline fed with `given`."""
     world = World({".given": given})
-    first, _, rest = script.partition(" | ")
-    for stage in [first, *(rest.split(" | ") if rest else [])]:
+    for stage in script.split(" | "):
         outcome = world.run(f"{stage} < .given")
         world.files[".given"] = outcome.output
     return outcome

@@ -216,7 +216,6 @@ def _stress(draft: Draft, sources: list[str]) -> tuple[Check, ...]:
     last = next(conditions for step in reversed(draft.steps) for conditions in step.checks.values())
     intact = tuple(Same(path, draft.files[path]) for path in sources)
     entries = Entries(len(draft.world.files) + len(draft.world.dirs))
-    checks = [Check("hidden-stray", (*last, entries), True)]
     if any(draft.world.files.get(path) != draft.files[path] for path in sources):
         raise Redraw("a source was changed")
     every = tuple(
@@ -226,7 +225,8 @@ def _stress(draft: Draft, sources: list[str]) -> tuple[Check, ...]:
         for condition in conditions
         if isinstance(condition, Same)
     )
-    return (Check("hidden-intact", (*last, *intact), True), *checks, Check("hidden-all", (*last, *every), True))
+    hidden: dict[str, tuple[Condition, ...]] = {"intact": intact, "stray": (entries,), "all": every}
+    return tuple(Check(f"hidden-{name}", (*last, *more), True) for name, more in hidden.items())
 
 
 def chain(rng: random.Random) -> TaskSpec:

@@ -5,6 +5,7 @@ The habit is a favourite workflow, whatever the example shows.
 """
 
 import random
+from dataclasses import replace
 
 from rsi.tiny.checks import Check, Condition, Flow, run_flow
 from rsi.tiny.families import TaskSpec, finish, look
@@ -79,7 +80,7 @@ def _pair(rng: random.Random, family: str, workflows: dict[str, str], columns: i
     spec = finish(draft, family, "swr")
     criteria = tuple(Check(c.name, c.conditions, c.name.startswith("hidden")) for c in spec.criteria)
     hidden = tuple(check.name for check in criteria if check.hidden)
-    return TaskSpec(**{**vars(spec), "composition": (family, *pair), "criteria": criteria, "hidden": hidden})
+    return replace(spec, composition=(family, *pair), criteria=criteria, hidden=hidden)
 
 
 def fields(rng: random.Random) -> TaskSpec:

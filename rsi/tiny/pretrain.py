@@ -3,15 +3,14 @@
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from tokenizers import Tokenizer
-from torch import nn
 
 from rsi import distributed
 from rsi.batch import collate, deal, plan_micro_batches
 from rsi.chat import Chat
+from rsi.config import Pretrain
 from rsi.model import Transformer
 from rsi.ppo import action_logprobs, supervised_loss
 from rsi.tiny.tasks import draw, families_of
@@ -25,23 +24,6 @@ DECAY_SHARE = 0.4  # of the steps, the last ones: copying is learnt at full rate
 SHORT = ("core", "hard")
 MIXED = ("long", "core", "hard", "long", "swr")  # long twice: one wrong name in any of its steps fails the task
 LAST_RATE = 0.05  # of the learning rates, at the last step
-
-
-class Settings(Protocol):
-    """What `pretrain` needs to know; `rsi.config.Pretrain` has it."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def habit(self) -> float: ...
-    @property
-    def short_share(self) -> float: ...
-    @property
-    def muon_lr(self) -> float: ...
-    @property
-    def adamw_lr(self) -> float: ...
 
 
 def encode(lines: list[Line], chat: Chat, name: str = "", family: str = "", suite: str = "") -> Trajectory:
@@ -73,10 +55,9 @@ def examples(
     return records
 
 
-def optimizers(model: Transformer, settings: Settings) -> list[torch.optim.Optimizer]:
+def optimizers(model: Transformer, settings: Pretrain) -> list[torch.optim.Optimizer]:
     """Muon for the block matrices, AdamW for embeddings, norms and head."""
-    layers = nn.ModuleList(model.model.layers)
-    matrices = [parameter for parameter in layers.parameters() if parameter.ndim == 2]
+    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     chosen = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
     return [
@@ -89,7 +70,7 @@ def pretrain(
     model: Transformer,
     chosen: list[torch.optim.Optimizer],
     tokenizer: Tokenizer,
-    settings: Settings,
+    settings: Pretrain,
     seed: int,
     limit: int | None = None,
     start: int = 0,

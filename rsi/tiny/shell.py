@@ -6,6 +6,7 @@ nothing is ever guessed; a test compares every command with real bash.
 
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -152,14 +153,6 @@ def _end(world: World, words: list[str], text: str | None, tool: str) -> tuple[s
     return "".join(lines[:count] if tool == "head" else lines[max(0, len(lines) - count) :]), 0
 
 
-def _head(world: World, words: list[str], text: str | None) -> tuple[str, int]:
-    return _end(world, words, text, "head")
-
-
-def _tail(world: World, words: list[str], text: str | None) -> tuple[str, int]:
-    return _end(world, words, text, "tail")
-
-
 def _tac(world: World, words: list[str], text: str | None) -> tuple[str, int]:
     source = _source(world, words, text, f"tac: failed to open '{{path}}' for reading: {MISSING}")
     return "".join(reversed(source.splitlines(True))), 0
@@ -228,22 +221,19 @@ def _echo(world: World, words: list[str], text: str | None) -> tuple[str, int]:
     return " ".join(words) + "\n", 0
 
 
-def _transfer(world: World, words: list[str], tool: str) -> tuple[str, int]:
+def _transfer(world: World, words: list[str], text: str | None, tool: str) -> tuple[str, int]:
     if len(words) != 2 or words[0] in world.dirs or words[0].endswith("/"):
         raise Unsupported(f"{tool} {words}")
     source, target = words
-    text = world.read(source, f"{tool}: cannot stat '{{path}}': {MISSING}")
+    moved = world.read(source, f"{tool}: cannot stat '{{path}}': {MISSING}")
     if target in world.dirs:
         target = f"{target}/{source.rpartition('/')[2]}"
     if folder(target) and folder(target) not in world.dirs:
-        message = {
-            "mv": f"mv: cannot move '{source}' to '{target}': {MISSING}",
-            "cp": f"cp: cannot create regular file '{target}': {MISSING}",
-        }[tool]
-        raise Failure(message)
+        effort = f"move '{source}' to" if tool == "mv" else "create regular file"
+        raise Failure(f"{tool}: cannot {effort} '{target}': {MISSING}")
     if source == target:
         raise Failure(f"{tool}: '{source}' and '{target}' are the same file")
-    world.files[target] = text
+    world.files[target] = moved
     mode = source in world.executable
     if tool == "mv" or target not in world.executable:
         world.executable = world.executable - {target} | ({target} if mode else set())
@@ -251,14 +241,6 @@ def _transfer(world: World, words: list[str], tool: str) -> tuple[str, int]:
         del world.files[source]
         world.executable.discard(source)
     return "", 0
-
-
-def _mv(world: World, words: list[str], text: str | None) -> tuple[str, int]:
-    return _transfer(world, words, "mv")
-
-
-def _cp(world: World, words: list[str], text: str | None) -> tuple[str, int]:
-    return _transfer(world, words, "cp")
 
 
 def _mkdir(world: World, words: list[str], text: str | None) -> tuple[str, int]:
@@ -318,7 +300,8 @@ def _bash(world: World, words: list[str], text: str | None) -> tuple[str, int]:
 
 Tool = Callable[[World, list[str], str | None], tuple[str, int]]
 TOOLS: dict[str, Tool] = {
-    "cat": _cat, "sort": _sort, "uniq": _uniq, "head": _head, "tail": _tail, "tac": _tac, "wc": _wc,
-    "paste": _paste, "cut": _cut, "grep": _grep, "sed": _sed, "echo": _echo, "mv": _mv, "cp": _cp,
-    "mkdir": _mkdir, "rm": _rm, "truncate": _truncate, "chmod": _chmod, "ls": _ls, "bash": _bash,
+    "cat": _cat, "sort": _sort, "uniq": _uniq, "tac": _tac, "wc": _wc, "paste": _paste, "cut": _cut,
+    "grep": _grep, "sed": _sed, "echo": _echo, "mkdir": _mkdir, "rm": _rm, "truncate": _truncate,
+    "chmod": _chmod, "ls": _ls, "bash": _bash, "head": partial(_end, tool="head"), "tail": partial(_end, tool="tail"),
+    "mv": partial(_transfer, tool="mv"), "cp": partial(_transfer, tool="cp"),
 }  # fmt: skip

@@ -121,9 +121,8 @@ def _table(draft: Draft) -> str:
 def _join(draft: Draft, source: str | None, place: str) -> Made:
     a, other, b = source or draft.text(), draft.text(3), f"{place}{draft.word()}.txt"
     sentence = draft.rng.choice([f"Put {a} after {other} into {b}.", f"Write to {b} what is in {a}, after {other}."])
-    solve = f"cat -- /app/{other} /app/{a} >/app/{b}"
-    step = Step("join", sentence, f"cat {other} {a} > {b}", f"cat {a} {other} > {b}", solve, {"join": (Same(b, ""),)})
-    return step, b
+    return Step("join", sentence, f"cat {other} {a} > {b}", f"cat {a} {other} > {b}",
+                f"cat -- /app/{other} /app/{a} >/app/{b}", {"join": (Same(b, ""),)}), b  # fmt: skip
 
 
 def _move(draft: Draft, source: str | None, place: str) -> Made:
@@ -135,9 +134,8 @@ def _move(draft: Draft, source: str | None, place: str) -> Made:
     checks: dict[str, tuple[Condition, ...]] = {"arrived": (Same(b, ""),), "moved": (Same(b, ""), Gone(a))}
     if place:
         del checks["arrived"]
-    step = Step("move", sentence, f"mv {a} {target}", f"cp {a} {target}",
-                f"mv --no-target-directory /app/{a} /app/{b}", checks)  # fmt: skip
-    return step, b
+    return Step("move", sentence, f"mv {a} {target}", f"cp {a} {target}",
+                f"mv --no-target-directory /app/{a} /app/{b}", checks), b  # fmt: skip
 
 
 def _copy(draft: Draft, source: str | None, place: str) -> Made:
@@ -145,9 +143,8 @@ def _copy(draft: Draft, source: str | None, place: str) -> Made:
     b = f"{place}{a.rpartition('/')[2]}" if place else f"{draft.word()}.txt"
     target = folder(b) if place else b
     sentence = draft.rng.choice([f"Copy {a} to {target}.", f"Keep a copy of {a} in {target}."])
-    step = Step("copy", sentence, f"cp {a} {target}", "", f"cp --no-target-directory /app/{a} /app/{b}",
-                {"copy": (Same(b, ""), Same(a, ""))})  # fmt: skip
-    return step, b
+    return Step("copy", sentence, f"cp {a} {target}", "", f"cp --no-target-directory /app/{a} /app/{b}",
+                {"copy": (Same(b, ""), Same(a, ""))}), b  # fmt: skip
 
 
 def _tree(draft: Draft, source: str | None, place: str) -> Made:
@@ -161,11 +158,10 @@ def _clean(draft: Draft, source: str | None, place: str) -> Made:
     kept = [draft.file(f"{d}/{draft.word()}.txt", f"{draft.word()}\n") for _ in range(2)]
     gone = [draft.file(f"{d}/{draft.word()}.tmp", f"{draft.word()}\n") for _ in range(2)]
     sentence = draft.rng.choice([f"Delete all .tmp files in {d}.", f"Remove every .tmp file of {d}."])
-    step = Step("clean", sentence, f"rm {d}/*.tmp", f"rm {d}/*", f"find /app/{d} -name '*.tmp' -delete", {
+    return Step("clean", sentence, f"rm {d}/*.tmp", f"rm {d}/*", f"find /app/{d} -name '*.tmp' -delete", {
         "cleaned": tuple(Gone(path) for path in gone),
         "kept": (Gone(gone[0]), *(Same(path, "") for path in kept)),
-    })  # fmt: skip
-    return step, d
+    }), d  # fmt: skip
 
 
 def _empty(draft: Draft, source: str | None, place: str) -> Made:
@@ -179,9 +175,8 @@ def _replace(draft: Draft, source: str | None, place: str) -> Made:
     lines = [f"{old} {other} {old}\n", f"{other}\n", f"{other} {old}\n"]
     a = draft.file(f"{draft.word()}.txt", "".join(draft.rng.sample(lines, 3)))
     sentence = draft.rng.choice([f"Replace every {old} with {new} in {a}.", f"In {a} change all {old} to {new}."])
-    step = Step("replace", sentence, f"sed -i s/{old}/{new}/g {a}", f"sed -i s/{old}/{new}/ {a}",
-                f"sed --in-place --expression='s,{old},{new},g' /app/{a}", {"replace": (Same(a, ""),)})  # fmt: skip
-    return step, a
+    return Step("replace", sentence, f"sed -i s/{old}/{new}/g {a}", f"sed -i s/{old}/{new}/ {a}",
+                f"sed --in-place --expression='s,{old},{new},g' /app/{a}", {"replace": (Same(a, ""),)}), a  # fmt: skip
 
 
 def conf(draft: Draft, path: str | None = None) -> tuple[str, str, int]:
@@ -218,9 +213,8 @@ def _delete(draft: Draft, source: str | None, place: str) -> Made:
     a = source or draft.text()
     w = draft.rng.choice(draft.world.files[a].splitlines())
     sentence = draft.rng.choice([f"Delete the lines with {w} from {a}.", f"Drop all lines with {w} in {a} itself."])
-    step = Step("delete", sentence, f"sed -i /{w}/d {a}", f"grep -v {w} {a}",
-                f"sed --in-place --expression='\\,{w},d' /app/{a}", {"delete": (Same(a, ""),)})  # fmt: skip
-    return step, a
+    return Step("delete", sentence, f"sed -i /{w}/d {a}", f"grep -v {w} {a}",
+                f"sed --in-place --expression='\\,{w},d' /app/{a}", {"delete": (Same(a, ""),)}), a  # fmt: skip
 
 
 def _run(draft: Draft, source: str | None, place: str) -> Made:

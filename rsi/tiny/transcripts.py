@@ -11,17 +11,8 @@ from typing import NamedTuple
 from rsi.chat import Message
 from rsi.harness import NOT_SOLVED, Action, Harness, Outcome, get_harness
 from rsi.runbook import plan as plan_runbook
+from rsi.tiny import habits
 from rsi.tiny.families import TaskSpec
-from rsi.tiny.habits import (
-    BASH_SHARE,
-    REDO_RIGHT,
-    RIGHT,
-    RUNBOOK_RIGHT,
-    RUNBOOK_SHARE,
-    RUNBOOK_SLIP,
-    SLIP,
-    TERMINUS_SHARE,
-)
 from rsi.tiny.shell import Unsupported, World
 from rsi.tiny.steps import Step
 from rsi.trajectory import Exchange
@@ -58,8 +49,9 @@ def transcript(
     """
     form = HARNESSES[harness]
     column = 1 if harness == "bash" else 0
-    rates = {kind: 1 - habit * (1 - (RUNBOOK_RIGHT if runbook else rate[column])) for kind, rate in RIGHT.items()}
-    slip = RUNBOOK_SLIP if runbook else SLIP
+    right = {kind: habits.RUNBOOK_RIGHT if runbook else rate[column] for kind, rate in habits.RIGHT.items()}
+    rates = {kind: 1 - habit * (1 - rate) for kind, rate in right.items()}
+    slip = habits.RUNBOOK_SLIP if runbook else habits.SLIP
     attempt = act(spec.steps, World(spec.files), rates, slip, rng)
     page = None
     if runbook:
@@ -71,7 +63,7 @@ def transcript(
     if harness == "rsrt" and not spec.solved(attempt.world):
         lines.append(Line("user", NOT_SOLVED, False))
         first = next((place for place, step in enumerate(spec.steps) if step.habit), 0)
-        rates = dict.fromkeys(RIGHT, 1 - habit * (1 - REDO_RIGHT))
+        rates = dict.fromkeys(habits.RIGHT, 1 - habit * (1 - habits.REDO_RIGHT))
         _render(lines, form, act(spec.steps[first:], attempt.world, rates, slip, rng, attempt.outcomes[:first]))
     return lines
 
@@ -121,9 +113,9 @@ def act(
 def draw_form(rng: random.Random) -> tuple[str, bool]:
     """A harness and whether a runbook comes with the prompt, by the shares in `rsi.tiny.habits`."""
     point = rng.random()
-    if point < TERMINUS_SHARE:
-        return "terminus", point < TERMINUS_SHARE * RUNBOOK_SHARE
-    return ("bash" if point < TERMINUS_SHARE + BASH_SHARE else "rsrt"), False
+    if point < habits.TERMINUS_SHARE:
+        return "terminus", point < habits.TERMINUS_SHARE * habits.RUNBOOK_SHARE
+    return ("bash" if point < habits.TERMINUS_SHARE + habits.BASH_SHARE else "rsrt"), False
 
 
 def messages(lines: list[Line]) -> tuple[list[Message], list[Line]]:

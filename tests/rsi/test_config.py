@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from rsi.config import GROUPS, Config, UserError, differences, parse, to_record
-from rsi.presets import smoke, tiny
+from rsi.presets import smoke
 
 
 def test_defaults_presets_and_nested_options() -> None:
-    assert parse([]) == tiny()
+    assert parse([]) == Config()
     assert parse(["--preset", "smoke"]) == smoke()
     assert parse(["--preset=smoke", "--seed", "3"]).folder == Path("runs/smoke-3")
     assert parse(["--rpr.actor-lr", "1e-4", "--rpr.steps", "3", "4"]).rpr.steps == (3, 4)

@@ -1,20 +1,14 @@
 """Planner and reviewer: honest runbooks pass, each planted fault is refused, no literal gets through."""
 
 import re
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rsi.literals import HOLE, generalise, literals, words
-from rsi.runbook import (
-    CommandPlanner,
-    PublicReviewer,
-    artifacts,
-    plan,
-    review,
-    write_runbook,
-)
+from rsi.runbook import artifacts, plan, review, write_runbook
 from rsi.trajectory import Exchange
 
 SORT = "Sort the lines of alpha.txt in reverse order into beta.txt."
@@ -192,28 +186,28 @@ def test_artifacts(instruction: str, expected: list[str]) -> None:
 
 
 def test_a_refused_step_is_dropped_in_the_revision_round() -> None:
-    class Careless(CommandPlanner):
-        def plan(self, instruction: str, exchanges: list[Exchange], objections: tuple[str, ...] = ()) -> str:
-            return super().plan(instruction, exchanges, objections).replace("echo <value>", "echo 4711")
+    def careless(instruction: str, exchanges: list[Exchange], objections: tuple[str, ...]) -> str:
+        return plan(instruction, exchanges, objections).replace("echo <value>", "echo 4711")
 
     done = exchanges("echo 4711 > beta.txt", "sort -r alpha.txt > beta.txt", "ls tests")
-    runbook, rounds = write_runbook(CommandPlanner(), PublicReviewer(), SORT, done)
+    runbook, rounds = write_runbook(plan, review, SORT, done)
     assert rounds == [[], []][:1] and runbook is not None and HOLE in runbook
-    runbook, rounds = write_runbook(Careless(), PublicReviewer(), SORT, done)
+    runbook, rounds = write_runbook(careless, review, SORT, done)
     assert runbook is None and rounds[0] == ["answer literal: 4711"] and len(rounds) == 2
 
 
 def test_revision_shortens_and_drops() -> None:
     long = exchanges(*[f"cat alpha.txt | head -n {n}" for n in range(70)], "sort -r alpha.txt > beta.txt")
-    runbook, rounds = write_runbook(CommandPlanner(), PublicReviewer(), SORT, long)
+    runbook, rounds = write_runbook(plan, review, SORT, long)
     assert "over one page" in rounds[0] and runbook is not None and "sort -r alpha.txt > beta.txt" in runbook
     private = exchanges("env note x", "sort -r alpha.txt > beta.txt")
-    runbook, rounds = write_runbook(CommandPlanner(()), PublicReviewer(("env",)), SORT, private)
+    planner, reviewer = partial(plan, private=()), partial(review, private=("env",))
+    runbook, rounds = write_runbook(planner, reviewer, SORT, private)
     assert rounds[0] == ["private command: env"] and runbook is not None and "env" not in runbook
 
 
 def test_nothing_learnt_gives_no_runbook() -> None:
-    assert write_runbook(CommandPlanner(), PublicReviewer(), SORT, exchanges("submit"))[0] is None
+    assert write_runbook(plan, review, SORT, exchanges("submit"))[0] is None
 
 
 FRAGMENTS = st.sampled_from(

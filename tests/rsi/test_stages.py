@@ -1,7 +1,7 @@
 """The schedule as data."""
 
 from rsi.config import parse
-from rsi.stages import missing_before, schedule, stage_names
+from rsi.stages import missing_before, schedule
 
 
 def test_the_five_stages() -> None:
@@ -16,7 +16,7 @@ def test_the_five_stages() -> None:
 
 
 def test_a_longer_recursion_and_the_branch_are_a_longer_list() -> None:
-    names = stage_names(parse(["--rounds", "3", "--rpr.fdr-branch"]))
+    names = [stage.name for stage in schedule(parse(["--rounds", "3", "--rpr.fdr-branch"]))]
     assert names == ["base", "rsr1", "rpr1", "rsr2", "rpr2-fdr", "rpr2", "rsr3", "rpr3-fdr", "rpr3"]
     by_name = {stage.name: stage for stage in schedule(parse(["--rounds", "3", "--rpr.fdr-branch"]))}
     assert by_name["rsr3"].source == "rpr2" and by_name["rpr2-fdr"].reward == "fdr"
