@@ -39,7 +39,7 @@ Value = TypeVar("Value")
 Network = TypeVar("Network", Transformer, Critic)
 
 
-class RankMissing(RuntimeError):
+class RankMissing(ConnectionError):
     """A rank did not come to a meeting point in time."""
 
 
@@ -158,7 +158,7 @@ def naming_missing(what: str = "") -> Iterator[None]:
     except RuntimeError as problem:
         # torch has no class of its own for what gloo could not exchange.
         is_collective = "gloo" in str(problem) or isinstance(problem, dist.DistError)
-        if world() == 1 or isinstance(problem, RankMissing) or not is_collective:
+        if world() == 1 or not is_collective:
             raise
         frames = traceback.extract_tb(problem.__traceback__)
         inner = {part: x.name for x in frames for part in ("rsi", "distributed") if part in Path(x.filename).parts}

@@ -7,8 +7,6 @@ from typing import Any
 
 from rsi_sandbox import SandboxError
 
-from rsi.distributed import RankMissing
-
 SKIPS = 3  # steps skipped in a row after which going on is pointless
 IDLE = 5  # steps in a row that moved nothing, after which the user is told
 WAY_OUT = "the batch is in the run's failed/, a lower learning rate or gradient limit is the usual way out"
@@ -18,7 +16,7 @@ class CannotGoOn(RuntimeError):
     """What all ranks have found alike ends the run; the message says why and what to do."""
 
 
-FAILURES = (SandboxError, OSError, CannotGoOn, FloatingPointError, RankMissing)
+FAILURES = (SandboxError, OSError, CannotGoOn, FloatingPointError)
 """What ends a run that the same command goes on with."""
 
 

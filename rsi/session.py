@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rsi_sandbox import Backend, Task, load_task, open_backend
+from rsi_sandbox import Backend, Task, TaskError, load_task, open_backend
 
 from rsi import distributed
 from rsi.chat import Chat
@@ -199,7 +199,10 @@ def load_pool(folder: Path, count: int | None = None) -> Pool:
         paths = sorted(path for path in (folder / suite).glob("[!.]*") if path.is_dir())
         if not paths:
             raise UserError(f"{folder / suite} holds no task folder: every suite needs one, {', '.join(SUITES)}")
-        pool[suite] = [load_task(path) for path in paths[:count]]
+        try:
+            pool[suite] = [load_task(path) for path in paths[:count]]
+        except TaskError as problem:
+            raise UserError(str(problem)) from problem
     seen: dict[str, Task] = {}
     for task in (task for tasks in pool.values() for task in tasks):
         if task.steps:

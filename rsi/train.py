@@ -49,8 +49,6 @@ def main() -> None:
 
 def run(config: Config) -> None:
     """All missing stages, then the table and the plot."""
-    from rsi_sandbox import TaskError
-
     from rsi import distributed, plan
     from rsi.checkpoint import Run, open_run
     from rsi.guards import FAILURES, CannotGoOn
@@ -86,8 +84,6 @@ def run(config: Config) -> None:
     except Interrupted:
         log.say("stopped as asked, everything is saved; the same command goes on from here")
         distributed.meet("the end")
-    except TaskError as problem:
-        raise UserError(str(problem)) from problem
     except FAILURES as problem:
         where = "" if str(run_folder.folder) in str(problem) else f"{run_folder.folder}: "
         message = f"rsi: error: {where}{problem}; the same command goes on from the last saved step"

@@ -189,9 +189,12 @@ def load_chat(folder: Path, config: ModelConfig, thinking: bool = False) -> Chat
     if path.is_file():
         return Chat(load_tokenizer(folder), config, thinking, path.read_text(encoding="utf-8"))
     path = folder / "tokenizer_config.json"
-    template = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path.is_file() else None
-    if isinstance(template, list):  # several, by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    try:
+        template = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path.is_file() else None
+        if isinstance(template, list):  # several, by name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from error
     return Chat(load_tokenizer(folder), config, thinking, template or "")
 
 

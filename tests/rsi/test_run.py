@@ -342,7 +342,8 @@ def test_a_malformed_task_names_file_and_field(run: Path, tmp_path: Path) -> Non
     shutil.copytree(run / "tasks", tasks)
     broken = next(tasks.rglob("train/hard/*/task.toml"))
     broken.write_text(broken.read_text().replace("timeout_sec = 60.0", 'timeout_sec = "soon"'))
-    refused(train(tmp_path, "--tasks", str(tasks)), str(broken), "timeout_sec", "soon")
+    for dry in ([], ["--dry-run"]):
+        refused(train(tmp_path, "--tasks", str(tasks), *dry), str(broken), "timeout_sec", "soon")
     shutil.rmtree(broken.parent)
     shutil.rmtree(tasks / "eval" / "swr")
     for dry in ([], ["--dry-run"]):

@@ -197,6 +197,11 @@ def test_damaged_folders_are_named(tmp_path: Path) -> None:
         index.write_text(text)
         with pytest.raises(WeightsError, match=r"index\.json: .*damaged"):
             sha256(good)
+    (good / "chat_template.jinja").unlink(missing_ok=True)
+    for text in ("{", "[]", '{"chat_template": [{}]}'):
+        (good / "tokenizer_config.json").write_text(text)
+        with pytest.raises(WeightsError, match=r"tokenizer_config\.json: .*damaged"):
+            load_chat(good, TINY)
     (good / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(WeightsError, match=r"tokenizer\.json: .*damaged"):
         load_tokenizer(good)
