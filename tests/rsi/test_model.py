@@ -1,7 +1,10 @@
 """The model against transformers as oracle, for every family, and its hand-written gradients."""
 
 import platform
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -254,3 +257,15 @@ def test_config_round_trip_and_missing_sizes() -> None:
 
 def test_freed_memory_is_kept_where_the_library_is_glibc() -> None:
     assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")
+
+
+def test_what_is_allocated_after_it_has_huge_pages() -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if platform.libc_ver()[0] != "glibc" or not enabled.exists() or "[never]" in enabled.read_text():
+        pytest.skip("no huge pages here")
+    code = (
+        "import torch; from rsi.model import keep_freed_memory; keep_freed_memory(); x = torch.ones(2**26);"
+        "print(*(line.split()[1] for line in open('/proc/self/smaps_rollup') if line.startswith('AnonHugePages')))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(found) * 1024 > 0.9 * 4 * 2**26
