@@ -169,7 +169,7 @@ def layer_cases(tokens: int, width: int, dtype: torch.dtype) -> list[Case]:
 
     def plain_turn(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         first, second = x.chunk(2, -1)
-        return (x * cos.to(x.dtype) + torch.cat((second, first), -1) * sin.to(x.dtype),)
+        return (x * cos + torch.cat((second, first), -1) * sin,)
 
     def swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
         return (model.swiglu(gate, up),)
@@ -178,7 +178,8 @@ def layer_cases(tokens: int, width: int, dtype: torch.dtype) -> list[Case]:
         return (F.silu(gate) * up,)
 
     angle = random(tokens, 32, grad=False)
-    cos, sin = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
+    cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
+    sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
     x, weight = random(tokens, width, dtype=dtype), random(width, dtype=dtype)
     heads, gates = random(width // 64, tokens, 64, dtype=dtype), [random(tokens, width, dtype=dtype) for _ in range(2)]
     size, shape = 1.0 * x.numel() * x.element_size(), f"N {tokens}, D {width}, {dtype}".replace("torch.", "")

@@ -117,7 +117,8 @@ def rms_norm(x: Tensor, norm: NormWeights) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [..., C] turned by the angles of `rotary` [..., R], channel i paired with i + R/2; those from R on stay."""
+    """`x` [..., C] turned by the angles of `rotary` [..., R], made in its type; channel i is paired with i + R/2, those
+    from R on stay."""
     size = cos.shape[-1]
     turned = x if size == x.shape[-1] else x[..., :size]
     turned = (turned * cos).add_(turned.roll(size // 2, -1).mul_(sin))
