@@ -87,7 +87,7 @@ def _forward(
         accumulate = _accumulate
     kept = _kept(target, ignore_index)
     h_ND, target_N = (_take(x, kept) for x in (hidden, target))
-    scale = _take(temperature, kept) if temperature.numel() > 1 else temperature
+    scale = _take(temperature, kept) if temperature.numel() == target.numel() else temperature
     if not hidden.is_cuda:
         outside = target_N[(target_N < 0) | (target_N >= weight.shape[0])]
         if outside.numel():
@@ -141,7 +141,7 @@ def _backward(
         differentiate = _differentiate
     kept = _kept(target, ignore_index)
     h_ND, target_N, entropy_N, log_total_N = (_take(x, kept) for x in (hidden, target, entropy, log_total))
-    scale = _take(temperature, kept) if temperature.numel() > 1 else temperature
+    scale = _take(temperature, kept) if temperature.numel() == target.numel() else temperature
     upstream = [None if x is None else _take(x, kept).contiguous() for x in (grad_logprob, grad_entropy)]
     wide = wide_dtype(hidden)
     d_hidden = torch.zeros(h_ND.shape if need_hidden else (0,), device=hidden.device, dtype=wide)

@@ -113,6 +113,17 @@ def test_ignored_rows_are_never_read(impl, kept):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_the_temperature_of_an_ignored_row_is_not_read(impl, tokens):
+    hidden, weight, target = draw(tokens, 60)
+    target[0] = -100
+    temperature = torch.tensor([0.0, 0.7], device=DEVICE)[:tokens]
+    compare(hidden, weight, target, torch.where(temperature > 0, temperature, 1.0), impl)
+    found = linear_logprob(hidden, weight, target, temperature, impl=impl)
+    assert torch.equal(found.logprob, linear_logprob(hidden, weight, target, 0.7, impl=impl).logprob)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("use", [(True, False), (False, True)])
 def test_one_output_unused_and_one_input_frozen(impl, use):
     hidden, weight, target = draw(9, 60)
