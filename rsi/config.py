@@ -109,9 +109,11 @@ class Rsr:
     """Runbooks a solved task."""
     executions: int = 2
     """Re-executions of a runbook in the target harness."""
+    detour: float = 1.0
+    """Turns of a kept re-execution, at most, over those of the success its runbook was written from; inf: any number."""
     keep: int = 2
     """Kept attempts a task, at most."""
-    epochs: int = 2
+    epochs: int = 3
     """Over the kept attempts."""
     batch: int = 64
     """Attempts an optimizer step."""
@@ -300,7 +302,7 @@ INTERVALS = {
         "[0, inf)": "pretrain.muon_lr pretrain.adamw_lr rsr.lr rpr.actor_lr rpr.actor_lr_later rpr.critic_lr"
         " rpr.steps rpr.calibration_steps rpr.kl_coefficient rpr.entropy_coefficient rpr.spr_bonus",
         "[0, inf]": "rpr.clip_high rpr.max_logprob_gap",
-        "(0, inf]": "rpr.value_clip rpr.max_grad_norm",
+        "(0, inf]": "rsr.detour rpr.value_clip rpr.max_grad_norm",
         "(0, 1e6]": "timeout rollout.timeout",
         "(1, inf)": "rpr.dual_clip",
         "[1, 1000]": "rounds",

@@ -46,7 +46,7 @@ def qwen3_8_27b() -> Config:
             prompt_style="full",
             thinking=True,
         ),
-        rsr=Rsr(samples=4, executions=4, batch=128, lr=1e-5),
+        rsr=Rsr(samples=4, executions=4, detour=1.5, epochs=2, batch=128, lr=1e-5),
         rpr=Rpr(
             warmup_batch=512,
             steps=(110, 110),

@@ -2,7 +2,8 @@
 
 The whole stage, in reading order: discover successes in complementary harnesses, write a runbook from
 each, have it reviewed, re-execute it in a fresh sandbox under the target harness, keep what the verifier
-passes and the leakage screen finds clean, and train the actor on those attempts *without* the runbook.
+passes, the leakage screen finds clean and that did not stray, and train the actor on those attempts *without* the
+runbook.
 """
 
 import dataclasses
@@ -47,10 +48,11 @@ LOST_READING = (
 
 
 class Rewrite(NamedTuple):
-    """An approved runbook for a task."""
+    """An approved runbook for a task, and how many turns the success took that it was written from."""
 
     task: Task
     runbook: str
+    turns: int
 
 
 def rewrite(
@@ -146,7 +148,7 @@ def write_runbooks(
         if runbook is not None and (task.name, runbook) not in seen:
             seen.add((task.name, runbook))
             count[task.name] += 1
-            approved.append(Rewrite(task, runbook))
+            approved.append(Rewrite(task, runbook, record.turns))
     session.write(session.run.folder / "runbooks" / f"{stage.name}.jsonl", lines)
     funnel |= {"runbooks": written, "approved": len(approved), "rejected": dict(rejected)}
     return approved
@@ -179,14 +181,21 @@ def execute(
 def keep(
     session: Session, records: Sequence[Trajectory], rewrites: Sequence[Rewrite], chat: Chat, funnel: dict[str, Any]
 ) -> list[Trajectory]:
-    """What the verifier passed and the leakage screen found clean, duplicates dropped."""
+    """What the verifier passed, the leakage screen found clean and that did not stray, duplicates dropped.
+
+    An attempt strays that takes more turns than `rsr.detour` times those of the success its runbook was written from,
+    or that never says it is done. The verifier judges the end alone, so it passes them; but they hold wrong commands
+    and what was done after the task was solved, in many tokens, and of clean attempts only one a task is no duplicate:
+    kept, they are much of what the actor learns.
+    """
     private = private_commands(session)
-    tasks = {entry.task.name: entry.task for entry in rewrites}
+    sources = {(entry.task.name, entry.runbook): entry for entry in rewrites}
     verified = [record for record in records if record.strict]
     screened: Counter[str] = Counter()
+    strayed = 0
     kept: dict[tuple[str, tuple[int, ...]], Trajectory] = {}
     for record in verified:
-        task = tasks[record.task]
+        task, _, turns = sources[record.task, record.runbook or ""]
         reason = screen(
             record.exchanges,
             task.instruction,
@@ -199,9 +208,11 @@ def keep(
         )
         if reason:
             screened[reason] += 1
-            continue
-        kept.setdefault((record.task, tuple(record.ids)), record)
-    funnel |= {"verified": len(verified), "screened_out": dict(screened), "kept": len(kept)}
+        elif record.end != "done" or record.turns > session.config.rsr.detour * turns:
+            strayed += 1
+        else:
+            kept.setdefault((record.task, tuple(record.ids)), record)
+    funnel |= {"verified": len(verified), "screened_out": dict(screened), "strayed": strayed, "kept": len(kept)}
     return list(kept.values())
 
 

@@ -35,5 +35,5 @@ SLIP = 0.012  # a step: forgotten, or done with a wrong name, independently of e
 RUNBOOK_SLIP = 0.006
 
 TERMINUS_SHARE = 0.50  # of the transcripts, those with a runbook included
-RUNBOOK_SHARE = 0.25  # of the terminus ones
+RUNBOOK_SHARE = 0.50  # of the terminus ones
 BASH_SHARE = 0.30  # the rest goes on after being told NOT_SOLVED, as rsrt does
