@@ -110,7 +110,7 @@ class Rsr:
     executions: int = 2
     """Re-executions of a runbook in the target harness."""
     detour: float = 1.0
-    """Turns of a kept re-execution, at most, over those of the success its runbook was written from; inf: any number."""
+    """Re-executions are kept up to this many times the turns of the success behind their runbook; inf: all."""
     keep: int = 2
     """Kept attempts a task, at most."""
     epochs: int = 3

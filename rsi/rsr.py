@@ -2,8 +2,8 @@
 
 The whole stage, in reading order: discover successes in complementary harnesses, write a runbook from
 each, have it reviewed, re-execute it in a fresh sandbox under the target harness, keep what the verifier
-passes, the leakage screen finds clean and that did not stray, and train the actor on those attempts *without* the
-runbook.
+passes, the leakage screen finds clean and did not stray, and train the actor on those attempts *without*
+the runbook.
 """
 
 import dataclasses
@@ -181,12 +181,12 @@ def execute(
 def keep(
     session: Session, records: Sequence[Trajectory], rewrites: Sequence[Rewrite], chat: Chat, funnel: dict[str, Any]
 ) -> list[Trajectory]:
-    """What the verifier passed, the leakage screen found clean and that did not stray, duplicates dropped.
+    """What the verifier passed, the leakage screen found clean and did not stray, duplicates dropped.
 
-    An attempt strays that takes more turns than `rsr.detour` times those of the success its runbook was written from,
-    or that never says it is done. The verifier judges the end alone, so it passes them; but they hold wrong commands
-    and what was done after the task was solved, in many tokens, and of clean attempts only one a task is no duplicate:
-    kept, they are much of what the actor learns.
+    An attempt strays when it takes more than `rsr.detour` times the turns of the success its runbook was written from,
+    or when it never says that it is done. The verifier judges the end alone and passes such attempts, but they are long
+    and hold wrong commands, or what was done after the task was solved; and as no two are alike, they would outnumber
+    the clean ones, which are mostly duplicates.
     """
     private = private_commands(session)
     sources = {(entry.task.name, entry.runbook): entry for entry in rewrites}

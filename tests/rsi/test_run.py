@@ -1,6 +1,7 @@
 """The whole loop on preset `smoke`, as a user runs it: what it leaves, who changed, how it resumes."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from rsi.config import parse
 from rsi.harness import get_harness
 from rsi.rsr import Rewrite, keep, supervised
 from rsi.session import load_pool
-from rsi.trajectory import read
+from rsi.trajectory import Trajectory, read
 from rsi.weights import export, load_tokenizer, sha256
 
 STAGES = ["base", "rsr1", "rpr1", "rsr2", "rpr2"]
@@ -158,7 +159,7 @@ def test_the_funnel_narrows_and_its_files_agree(run: Path) -> None:
         assert funnel["attempts"] == 3 * funnel["tasks"] and funnel["kept"] > 0
         assert max(funnel["tasks_solved"].values()) <= funnel["tasks_solved_by_any"] <= funnel["tasks"]
         assert funnel["approved"] <= funnel["runbooks"] and funnel["verified"] <= funnel["executed"]
-        assert funnel["kept"] + sum(funnel["screened_out"].values()) <= funnel["verified"]
+        assert funnel["kept"] + funnel["strayed"] + sum(funnel["screened_out"].values()) <= funnel["verified"]
         kept = list(read(run / "stages" / f"{number}-{name}" / "kept.jsonl"))
         assert len(kept) == funnel["kept"] and all(record.strict and record.runbook for record in kept)
         harnesses = {path.name.split(".")[0] for path in (run / "trajectories" / name).glob("discovery-*.jsonl")}
@@ -205,12 +206,29 @@ def test_what_a_turn_says_is_screened_as_what_it_runs(run: Path) -> None:
     tasks = {task.name: task for of in load_pool(run / "tasks" / "train").values() for task in of}
     record = next(read(run / "stages" / "1-rsr1" / "kept.jsonl"))
     session: Any = SimpleNamespace(config=parse(["--preset", "smoke"]))
-    rewrites, funnel = [Rewrite(tasks[record.task], record.runbook or "")], dict[str, Any]()
+    rewrites, funnel = [Rewrite(tasks[record.task], record.runbook or "", record.turns)], dict[str, Any]()
     assert keep(session, [record], rewrites, chat, funnel) == [record] and funnel["screened_out"] == {}
     thought, start = chat.encode_turn("<think>As the runbook says.</think>")[:-1], record.action.index(1)
     for of, added in ((record.ids, thought), (record.action, [1] * len(thought)), (record.turn, [0] * len(thought))):
         of[start:start] = added
     assert keep(session, [record], rewrites, chat, funnel) == [] and funnel["screened_out"] == {"runbook": 1}
+
+
+def test_what_strays_is_not_kept(run: Path) -> None:
+    """Longer than the success that its runbook comes from, or never said to be done: the verifier passes both."""
+    chat = Chat(load_tokenizer(run / "stages" / "0-base" / "actor"))
+    tasks = {task.name: task for of in load_pool(run / "tasks" / "train").values() for task in of}
+    record = next(read(run / "stages" / "1-rsr1" / "kept.jsonl"))
+    endless = dataclasses.replace(record, end="turns")
+
+    def kept(candidate: Trajectory, turns: int, *options: str) -> tuple[int, int]:
+        session: Any = SimpleNamespace(config=parse(["--preset", "smoke", *options]))
+        rewrites, funnel = [Rewrite(tasks[record.task], record.runbook or "", turns)], dict[str, Any]()
+        return len(keep(session, [candidate], rewrites, chat, funnel)), funnel["strayed"]
+
+    assert record.turns > 1 and kept(record, record.turns) == (1, 0) and kept(record, record.turns + 1) == (1, 0)
+    assert kept(record, record.turns - 1) == kept(endless, record.turns) == (0, 1)
+    assert kept(record, 1, "--rsr.detour", "inf") == kept(record, 1, "--rsr.detour", str(record.turns)) == (1, 0)
 
 
 def test_killed_at_random_moments_it_ends_the_same(run: Path, tmp_path: Path) -> None:
