@@ -143,8 +143,8 @@ def write_runbooks(
         runbook, rounds = write_runbook(planner, reviewer, task.instruction, record.exchanges, REVISIONS)
         written += len(rounds)
         rejected.update(reason.split(":")[0] for reasons in rounds for reason in reasons)
-        line = {"task": task.name, "harness": record.harness, "runbook": runbook, "objections": rounds}
-        lines.append(json.dumps(line, ensure_ascii=False))
+        source = {"task": task.name, "harness": record.harness, "turns": record.turns}
+        lines.append(json.dumps(source | {"runbook": runbook, "objections": rounds}, ensure_ascii=False))
         if runbook is not None and (task.name, runbook) not in seen:
             seen.add((task.name, runbook))
             count[task.name] += 1
