@@ -69,17 +69,15 @@ class Prepared:
 
 def refine(session: Session, stage: Stage, actor: Transformer, critic: Critic | None, chat: Chat) -> Critic:
     """Run the stage: changes `actor` in place and returns the trained critic (a new one if none came in)."""
-    inherited = critic is not None
     critic = critic or distributed.copy_of(actor, Critic, session.config)
     loop = Loop(session, stage, make_learner(session.config, stage, actor, critic), chat)
     steps = plan_stage(session.config.rpr, stage, len(session.train["swr"]))
     parts = loop.learner.parts()
     start = session.progress.load(parts)
-    # A critic that starts anew, for comparison on the first batch that the inherited one sees; not beside a step in
-    # which the actor moves, whose moments are there then.
-    compared = inherited and start == 0 and session.config.rpr.calibration_steps > 0
-    rival = distributed.copy_of(actor, Critic, session.config) if compared else None
     for position, step in enumerate(steps[start:], start):
+        # A stage that begins with calibration inherited its critic; on its first batch a new one is compared with it.
+        compared = position == 0 and step.phase == "calibration"
+        rival = distributed.copy_of(actor, Critic, session.config) if compared else None
         metrics = loop.step(step, rival)
         rival = None
         session.finished(position + 1, len(steps), parts, metrics)

@@ -200,35 +200,42 @@ def test_a_supervised_example_has_the_bare_prompt_and_the_same_turns(run: Path) 
         assert len(example.ids) == len(example.turn) and len(prompt) < start
 
 
+def keep_one(run: Path, record: Trajectory, turns: int, *options: str) -> tuple[int, dict[str, Any]]:
+    """What `keep` makes of one attempt whose runbook was written from a success of `turns` turns."""
+    chat = Chat(load_tokenizer(run / "stages" / "0-base" / "actor"))
+    task = next(task for of in load_pool(run / "tasks" / "train").values() for task in of if task.name == record.task)
+    session: Any = SimpleNamespace(config=parse(["--preset", "smoke", *options]))
+    funnel = dict[str, Any]()
+    kept = keep(session, [record], [Rewrite(task, record.runbook or "", turns)], chat, funnel)
+    assert kept in ([], [record])
+    return len(kept), funnel
+
+
 def test_what_a_turn_says_is_screened_as_what_it_runs(run: Path) -> None:
     """A thought of the runbook would be taught to an actor that is given none."""
     chat = Chat(load_tokenizer(run / "stages" / "0-base" / "actor"))
-    tasks = {task.name: task for of in load_pool(run / "tasks" / "train").values() for task in of}
     record = next(read(run / "stages" / "1-rsr1" / "kept.jsonl"))
-    session: Any = SimpleNamespace(config=parse(["--preset", "smoke"]))
-    rewrites, funnel = [Rewrite(tasks[record.task], record.runbook or "", record.turns)], dict[str, Any]()
-    assert keep(session, [record], rewrites, chat, funnel) == [record] and funnel["screened_out"] == {}
+    kept, funnel = keep_one(run, record, record.turns)
+    assert kept == 1 and funnel["screened_out"] == {}
     thought, start = chat.encode_turn("<think>As the runbook says.</think>")[:-1], record.action.index(1)
     for of, added in ((record.ids, thought), (record.action, [1] * len(thought)), (record.turn, [0] * len(thought))):
         of[start:start] = added
-    assert keep(session, [record], rewrites, chat, funnel) == [] and funnel["screened_out"] == {"runbook": 1}
+    kept, funnel = keep_one(run, record, record.turns)
+    assert kept == 0 and funnel["screened_out"] == {"runbook": 1}
 
 
 def test_what_strays_is_not_kept(run: Path) -> None:
     """Longer than the success that its runbook comes from, or never said to be done: the verifier passes both."""
-    chat = Chat(load_tokenizer(run / "stages" / "0-base" / "actor"))
-    tasks = {task.name: task for of in load_pool(run / "tasks" / "train").values() for task in of}
     record = next(read(run / "stages" / "1-rsr1" / "kept.jsonl"))
-    endless = dataclasses.replace(record, end="turns")
+    turns, endless = record.turns, dataclasses.replace(record, end="turns")
 
-    def kept(candidate: Trajectory, turns: int, *options: str) -> tuple[int, int]:
-        session: Any = SimpleNamespace(config=parse(["--preset", "smoke", *options]))
-        rewrites, funnel = [Rewrite(tasks[record.task], record.runbook or "", turns)], dict[str, Any]()
-        return len(keep(session, [candidate], rewrites, chat, funnel)), funnel["strayed"]
+    def found(*arguments: Any) -> tuple[int, int]:
+        kept, funnel = keep_one(run, *arguments)
+        return kept, funnel["strayed"]
 
-    assert record.turns > 1 and kept(record, record.turns) == (1, 0) and kept(record, record.turns + 1) == (1, 0)
-    assert kept(record, record.turns - 1) == kept(endless, record.turns) == (0, 1)
-    assert kept(record, 1, "--rsr.detour", "inf") == kept(record, 1, "--rsr.detour", str(record.turns)) == (1, 0)
+    assert turns > 1 and found(record, turns) == found(record, turns + 1) == (1, 0)
+    assert found(record, turns - 1) == found(endless, turns) == (0, 1)
+    assert found(record, 1, "--rsr.detour", "inf") == found(record, 1, "--rsr.detour", str(turns)) == (1, 0)
 
 
 def test_killed_at_random_moments_it_ends_the_same(run: Path, tmp_path: Path) -> None:
